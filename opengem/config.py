@@ -27,9 +27,7 @@ def _require(holds: bool, name: str, value: Any, rule: str, fix: str) -> None:
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    _require(
-        value in allowed, name, value, f"must be one of {', '.join(allowed)}", f"for example --{name} {allowed[0]}"
-    )
+    _require(value in allowed, name, value, f"must be one of {', '.join(allowed)}", f"for example {allowed[0]}")
 
 
 def _at_least(name: str, value: float, low: float) -> None:
@@ -161,12 +159,10 @@ class ModelConfig:
     match: bool = True
     """tell each event whether it shares an id with the candidate"""
     head_hidden: int = 128
-    esmm: bool = False
-    """a conditional label is predicted as its condition's probability times its own (trained on all samples)"""
 
     def __post_init__(self) -> None:
-        for name in ("dim", "layers", "num_feature_tokens", "num_summary", "num_kv", "seeds", "pooled_tokens",
-                     "sumkron_rank", "experts", "linear_tokens", "fm_rank", "expert_hidden", "head_hidden"):  # fmt: skip
+        counts = "dim layers num_feature_tokens num_summary num_kv seeds pooled_tokens sumkron_rank experts"
+        for name in f"{counts} linear_tokens fm_rank expert_hidden head_hidden".split():
             _at_least(f"model.{name}", getattr(self, name), 1)
         _at_least("model.fm_tokens", self.fm_tokens, 0)
         _one_of("model.activation", self.activation, ACTIVATIONS)
@@ -207,6 +203,8 @@ class OptimConfig:
     """dense gradient norm limit (0: no clipping)"""
     task_weights: dict[str, float] = field(default_factory=dict)
     """loss weight by label (1 where not named)"""
+    esmm: bool = False
+    """train a conditional label on all samples, as its condition's probability times its own (ESMM)"""
 
     def __post_init__(self) -> None:
         for name in ("lr", "eps", "weight_decay", "warmup_steps", "clip_norm"):

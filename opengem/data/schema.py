@@ -87,6 +87,19 @@ class Label:
 
 
 @dataclass(frozen=True)
+class Baseline:
+    """A cheap model every run is compared with, fitted on these dense features. kind: "logistic" or "trees"."""
+
+    name: str
+    kind: str
+    features: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("logistic", "trees"):
+            raise UserError(f"schema baseline {self.name!r}: kind is {self.kind!r}, wanted logistic or trees")
+
+
+@dataclass(frozen=True)
 class Schema:
     """The whole description. `splits`: name -> [first second, last second) of sample timestamps, non-overlapping."""
 
@@ -95,6 +108,7 @@ class Schema:
     features: tuple[Feature, ...]
     labels: tuple[Label, ...]
     splits: dict[str, tuple[int, int]]
+    baselines: tuple[Baseline, ...] = ()
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -110,6 +124,11 @@ class Schema:
         for split, (start, end) in self.splits.items():
             if start > end:
                 raise UserError(f"schema split {split!r}: starts at {start}, after its end {end}")
+        dense = {f.name for f in self.features if f.kind == "dense"}
+        for baseline in self.baselines:
+            missing = [name for name in baseline.features if name not in dense]
+            if missing:
+                raise UserError(f"schema baseline {baseline.name!r}: {missing} are no dense features of this schema")
         rows: dict[str, int] = {}
         for feature in self.id_features():
             if rows.setdefault(feature.table, feature.rows) != feature.rows:
@@ -162,7 +181,8 @@ class Schema:
             features = tuple(Feature(**f) for f in raw.pop("features"))
             labels = tuple(Label(**label) for label in raw.pop("labels"))
             splits = {name: (int(a), int(b)) for name, (a, b) in raw.pop("splits").items()}
-            return cls(streams=streams, features=features, labels=labels, splits=splits, **raw)
+            baselines = tuple(Baseline(b["name"], b["kind"], tuple(b["features"])) for b in raw.pop("baselines", ()))
+            return cls(baselines=baselines, streams=streams, features=features, labels=labels, splits=splits, **raw)
         except (TypeError, KeyError, ValueError) as error:
             if isinstance(error, UserError):
                 raise
