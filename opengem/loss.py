@@ -55,10 +55,9 @@ def multi_task_loss(
 
 
 def _product_log_loss(logits: Tensor, given: Tensor, target: Tensor) -> Tensor:
-    """Log loss of sigmoid(logits) * sigmoid(given), stable for logits of any size."""
+    """Log loss of p = s(a) s(b), with s the sigmoid; 1 - p = s(-a) + s(a) s(-b) keeps it stable for logits of any size."""
     log_p = F.logsigmoid(logits) + F.logsigmoid(given)
-    # log(1 - p): near p = 1 use expm1, near p = 0 use log1p
-    log_not_p = torch.where(log_p > -0.6931, torch.log(-torch.expm1(log_p.clamp_max(-1e-7))), torch.log1p(-log_p.exp()))
+    log_not_p = torch.logaddexp(F.logsigmoid(-logits), F.logsigmoid(logits) + F.logsigmoid(-given))
     return -(target * log_p + (1 - target) * log_not_p)
 
 
