@@ -55,7 +55,7 @@ def multi_task_loss(
 
 
 def _product_log_loss(logits: Tensor, given: Tensor, target: Tensor) -> Tensor:
-    """Log loss of p = s(a) s(b), with s the sigmoid; 1 - p = s(-a) + s(a) s(-b) keeps it stable for logits of any size."""
+    """Log loss of p = s(a) s(b), s the sigmoid; 1 - p = s(-a) + s(a) s(-b) keeps it stable for logits of any size."""
     log_p = F.logsigmoid(logits) + F.logsigmoid(given)
     log_not_p = torch.logaddexp(F.logsigmoid(-logits), F.logsigmoid(logits) + F.logsigmoid(-given))
     return -(target * log_p + (1 - target) * log_not_p)
