@@ -66,7 +66,7 @@ def train(config: Config, data: Path, out: Path, resume: str = "auto", with_base
                 checkpoint.save(log.folder / "checkpoints", job.step, state, config.train.keep_checkpoints)
         summary = {"recipe": config.name, "data": schema.name, "steps": job.step, "base_rates": rates}
         summary["splits"] = {name: evaluate_split(job, data, name, rates) for name in config.data.eval_splits}
-        summary["baselines"] = baselines.compute(data, schema, config.data) if with_baselines else {}
+        summary["baselines"] = _baselines(config, data, schema) if with_baselines else {}
         summary |= {"parameters": job.model.num_parameters(), "table_bytes": job.embeddings.num_bytes()}
         summary["lengths"] = progress.lengths
         log.finish(summary | log.throughput() | {"environment": environment(job.device)})
@@ -188,9 +188,14 @@ def _refuse_several_processes() -> None:
         raise UserError("WORLD_SIZE > 1: training on several processes is not available in this version; start one")
 
 
+def _baselines(config: Config, data: Path, schema: Schema) -> dict:
+    splits = {"train_split": config.data.train_split, "eval_splits": config.data.eval_splits}
+    return baselines.compute(data, schema, **splits, seed=config.train.seed)
+
+
 def _explain(job: Job, loss: Tensor, norm: Tensor, batch: Batch, out: Path) -> str:
     rows = f"rows {int(batch.rows.min())} to {int(batch.rows.max())}"
     return (
-        f"step {job.step + 1}, {rows}: loss {float(loss)}, dense gradient norm {float(norm)}; no step was taken and the "
-        f"last complete checkpoint in {out}/checkpoints is intact. Lower --optim.lr or --sparse.lr, or look at the rows"
+        f"step {job.step + 1}, {rows}: loss {float(loss)}, dense gradient norm {float(norm)}; no step was taken, the last "
+        f"complete checkpoint in {out}/checkpoints is intact. Lower --optim.lr or --sparse.lr, or look at the rows"
     )
