@@ -60,6 +60,7 @@ def train(config: Config, data: Path, out: Path, resume: str = "auto", with_base
                 raise NonFiniteError(_explain(job, loss, norm, batch, out))
             last = job.step == job.total_steps
             if job.step % config.train.log_every == 0 or last:
+                job.embeddings.check()
                 log.write(progress.line(job, loss, norm, batch, rates))
             if last or (config.train.save_every and job.step % config.train.save_every == 0):
                 state = job.state(progress.dump(job, loader))
@@ -196,6 +197,6 @@ def _baselines(config: Config, data: Path, schema: Schema) -> dict:
 def _explain(job: Job, loss: Tensor, norm: Tensor, batch: Batch, out: Path) -> str:
     rows = f"rows {int(batch.rows.min())} to {int(batch.rows.max())}"
     return (
-        f"step {job.step + 1}, {rows}: loss {float(loss)}, dense gradient norm {float(norm)}; no step was taken, the last "
-        f"complete checkpoint in {out}/checkpoints is intact. Lower --optim.lr or --sparse.lr, or look at the rows"
+        f"step {job.step + 1}, {rows}: loss {float(loss)}, dense gradient norm {float(norm)}; no step was taken, the "
+        f"last complete checkpoint in {out}/checkpoints is intact. Lower --optim.lr or --sparse.lr, or look at the rows"
     )
