@@ -18,13 +18,13 @@ from opengem.metrics import calibration_curve, summarize
 
 def base_rates(folder: Path, schema: Schema, split: str) -> dict[str, float | None]:
     """Weighted mean label of each task over a split (None without weight): the constant NE is measured against."""
-    samples = Samples.open(folder, schema)
     names = [label.name for label in schema.labels]
+    samples = Samples.open(folder, schema, columns=[*names, "weight"])
     first, last = samples.split(split)
     mass, total = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
     step = 1 << 20
     for start in range(first, last, step):
-        columns = samples.read(start, min(start + step, last), columns=[*names, "weight"])
+        columns = samples.read(start, min(start + step, last))
         for label in schema.labels:
             weight = columns["weight"].astype(np.float64)
             if label.given:
