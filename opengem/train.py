@@ -47,7 +47,7 @@ def train(config: Config, data: Path, out: Path, resume: str = "auto", with_base
     if source is not None:
         progress.load(job.restore(source), job, loader)
         print(f"resumed from {source} at step {job.step} of {job.total_steps}")
-    describe(job, loader)
+    describe(job)
 
     with RunLog(Path(out), to_json(config), job.step, job.total_steps, config.train.progress) as log:
         job.model.train()
@@ -152,9 +152,9 @@ def _batches(job: Job, loader: Loader, progress: Progress) -> Iterator[Batch]:
         job.embeddings.reinitialise(progress.epoch)
 
 
-def describe(job: Job, loader: Loader) -> None:
+def describe(job: Job) -> None:
     """Print what is about to be trained: sizes, and FLOPs of a sample at full history length."""
-    lengths = {name: [size] for name, size in loader.max_lengths.items()}
+    lengths = {name: [size] for name, size in job.max_lengths.items()}
     flops = sum(job.model.flops(lengths).values())
     print(
         f"{job.config.name} on {job.schema.name}: {job.model.num_parameters():,} dense parameters, "
