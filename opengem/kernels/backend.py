@@ -32,7 +32,15 @@ class Rule:
 
 # op -> rules, first match wins; "reference" always stands at the end. Each op's section is kept by its own folder's
 # author; measured crossovers belong here with a pointer to benchmarks/results.
-TABLE: dict[str, tuple[Rule, ...]] = {}
+TABLE: dict[str, tuple[Rule, ...]] = {
+    "jfa": (
+        Rule(
+            "triton", "bf16 or fp16, head_dim a multiple of 8 up to 256",
+            accepts=lambda facts: facts["dtype"] in (torch.bfloat16, torch.float16)
+            and facts["head_dim"] <= 256 and facts["head_dim"] % 8 == 0,
+        ),
+    ),
+}
 
 _forced: list[str] = []  # a process-wide stack, not a context variable: autograd runs backward on its own threads
 

@@ -60,6 +60,8 @@ def jagged_flash_attention(
     values, relative = _bias_tensor(bias, q.shape[1] if q.dim() == 3 else 0)
     _check(q, k, v, q_offsets, kv_offsets, max_q, max_kv, left, right, values)
     scale = 1 / math.sqrt(q.shape[2]) if scale is None else float(scale)
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale must be a positive number, got {scale}; negate q instead of the scale")
     out, lse = _forward(q, k, v, q_offsets, kv_offsets, values, relative, max_q, max_kv, scale, left, right)
     return (out, lse) if return_lse else out
 

@@ -216,6 +216,7 @@ def _inputs(**changes):
     ({"q_offsets": torch.tensor([0, 5, 4])}, {"max_q": 9}, "must not decrease"),
     ({}, {"max_q": 2}, "max_q is 2, but sample 1 has 3 rows"),
     ({}, {"window": (-2, 0)}, "window must be"),
+    ({}, {"scale": 0.0}, "scale must be a positive number"),
     ({}, {"bias": torch.zeros(2, 3)}, "bias must be PairBias"),
     ({}, {"bias": PairBias(torch.zeros(1, 10))}, "one row per query head"),
     ({}, {"bias": PairBias(torch.zeros(2, 9))}, "= 10 columns, got 9"),
