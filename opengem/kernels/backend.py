@@ -32,7 +32,15 @@ class Rule:
 
 # op -> rules, first match wins; "reference" always stands at the end. Each op's section is kept by its own folder's
 # author; measured crossovers belong here with a pointer to benchmarks/results.
-TABLE: dict[str, tuple[Rule, ...]] = {}
+TABLE: dict[str, tuple[Rule, ...]] = {
+    "gdpa": (
+        Rule(
+            "triton",
+            "bf16 or fp16, head dimension 32, 64, 96, 128 or 256",
+            accepts=lambda f: f["dtype"] in (torch.bfloat16, torch.float16) and f["head_dim"] in (32, 64, 96, 128, 256),
+        ),
+    ),
+}
 
 _forced: list[str] = []  # a process-wide stack, not a context variable: autograd runs backward on its own threads
 
