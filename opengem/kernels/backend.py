@@ -87,5 +87,5 @@ def choose(op: str, device: torch.device, **facts) -> Rule:
 
 
 def implementation(op: str, device: torch.device, **facts) -> str:
-    """"reference", "triton" or "gluon" for `op` on `device` with these host-known facts (dtype, head_dim, ...)."""
+    """The name of the implementation ("reference", "triton" or "gluon") of `op` on `device`, from host-known facts."""
     return choose(op, device, **facts).implementation
