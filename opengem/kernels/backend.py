@@ -40,6 +40,13 @@ TABLE: dict[str, tuple[Rule, ...]] = {
             and facts["head_dim"] <= 256 and facts["head_dim"] % 8 == 0,
         ),
     ),
+    "gdpa": (
+        Rule(
+            "triton",
+            "bf16 or fp16, head dimension 32, 64, 96, 128 or 256",
+            accepts=lambda f: f["dtype"] in (torch.bfloat16, torch.float16) and f["head_dim"] in (32, 64, 96, 128, 256),
+        ),
+    ),
 }
 
 _forced: list[str] = []  # a process-wide stack, not a context variable: autograd runs backward on its own threads
