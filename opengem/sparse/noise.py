@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _LOW = 0xFFFFFFFF
-_CHUNK = 1 << 22  # elements drawn at a time: bounds the int64 temporaries to a few hundred MB
+_CHUNK = {"cpu": 1 << 15, "cuda": 1 << 24}  # elements drawn at a time: the int64 temporaries stay in cache, or small
 
 
 def key(*parts: str | int) -> int:
@@ -35,9 +35,9 @@ def _mix(x: Tensor) -> Tensor:
 
 def fill_normal(out: Tensor, key: int, first_row: int, std: float) -> None:
     """Fill `out` `[rows, dim]` with N(0, std²): row i gets what row `first_row + i` of the whole table gets."""
-    flat, start = out.view(-1), first_row * out.shape[1]
-    for begin in range(0, flat.shape[0], _CHUNK):
-        part = flat[begin : begin + _CHUNK]
+    flat, start, chunk = out.view(-1), first_row * out.shape[1], _CHUNK[out.device.type]
+    for begin in range(0, flat.shape[0], chunk):
+        part = flat[begin : begin + chunk]
         element = torch.arange(start + begin, start + begin + part.shape[0], device=out.device)
         radius = ((bits(key, 2 * element) + 0.5) / 2**32).log().mul(-2).sqrt()
         angle = bits(key, 2 * element + 1) * (2 * math.pi / 2**32)
