@@ -15,7 +15,7 @@ from torch import Tensor
 
 from opengem.config import ModelConfig
 from opengem.data.batch import Batch, Embedded
-from opengem.data.schema import Feature, Schema, Stream
+from opengem.data.schema import Feature, Stream
 from opengem.jagged import Jagged
 from opengem.kernels.jagged_ops.op import gather_rows
 
@@ -196,11 +196,3 @@ def event_gaps(batch: Batch, stream: Stream) -> tuple[Jagged, Tensor]:
     """The timestamps of a stream and, float32 `[T]`, how many seconds each event lies before the request."""
     times = batch.sequences[f"{stream.name}.timestamp"]
     return times, (batch.timestamps[times.row_to_sample] - times.values).clamp(min=0).float()
-
-
-def num_counts(tokenizers: list[EventTokenizer]) -> int:
-    return sum(tokenizer.num_counts for tokenizer in tokenizers)
-
-
-__all__ = ["EventTokenizer", "FeatureTokenizer", "NumberEncoding", "event_gaps", "matches", "unpack_bits"]
-_ = Schema
