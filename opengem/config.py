@@ -164,14 +164,12 @@ class ModelConfig:
     time_scale_s: float = 3600.0
     match: bool = True
     """tell each event whether it shares an id with the candidate"""
-    number_dim: int = 16
-    """width of the encoding of each number of an event"""
     head_hidden: int = 128
     """width of the first hidden layer of a task's head, twice the second's"""
 
     def __post_init__(self) -> None:
         counts = "dim layers num_feature_tokens num_summary num_kv seeds pooled_tokens sumkron_rank experts heads"
-        for name in f"{counts} linear_tokens number_dim fm_rank expert_hidden head_hidden".split():
+        for name in f"{counts} linear_tokens fm_rank expert_hidden head_hidden".split():
             _at_least(f"model.{name}", getattr(self, name), 1)
         _at_least("model.fm_tokens", self.fm_tokens, 0)
         _at_least("model.recent_tokens", self.recent_tokens, 0)

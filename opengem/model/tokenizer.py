@@ -19,8 +19,16 @@ from opengem.data.schema import Feature, Stream
 from opengem.jagged import Jagged
 from opengem.kernels.jagged_ops.op import gather_rows
 
+DAY = 86_400.0
 DECAYS_DAYS = (1.0, 7.0, 28.0, 112.0)  # half-lives of the match counts besides the plain count
+SMALLEST, SPAN = 0.05, 15.0  # of `place`: numbers from 0.05 to beyond 80,000 are told apart, of either sign
 _FIXED_POINT = 1 << 20  # counts are summed as integers: exact, so the same for any batch and any order
+
+
+def compute_dtype(weight: Tensor) -> torch.dtype:
+    """The dtype a linear layer with this weight computes in: autocast's where it is on."""
+    device = weight.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
 
 def attribute_kinds(stream: Stream, kind: str) -> list[Feature]:
@@ -38,54 +46,59 @@ def unpack_bits(mask: Tensor, bits: int) -> Tensor:
     return ((mask[:, None] >> torch.arange(bits, device=mask.device)) & 1).float()
 
 
+def place(x: Tensor) -> Tensor:
+    """Where a number stands on a scale that is linear around 0 and logarithmic beyond, float32 in [-SPAN, SPAN].
+
+    asinh(x / SMALLEST): needs no look at the data, and a factor of e in x is a step of 1 anywhere above SMALLEST.
+    """
+    return torch.asinh(x.float() / SMALLEST).clamp(-SPAN, SPAN)
+
+
+def hats(places: Tensor, step: float) -> Tensor:
+    """`[...]` to `[..., knots]`: the two knots next to each place get the weights of linear interpolation, others 0."""
+    last = int(SPAN / step)
+    knots = torch.arange(-last, last + 1, device=places.device) * step
+    return (1 - (places[..., None] - knots).abs() / step).clamp(min=0)
+
+
 class NumberEncoding(nn.Module):
     """A learned piecewise-linear curve for each of `count` numbers: float32 `[N, count]` to `[N, count, dim]`.
 
-    The knots are fixed and need no look at the data: equally spaced in asinh(x / smallest), that is linearly around 0
-    and by a constant factor from `smallest` to beyond a million, for both signs. Two resolutions are added: a coarse
-    one that learns at once and a fine one that lets the net draw the steps of a boosted tree. Values behind the last
-    knot take its vector. After Gorishniy et al., arXiv 2203.05556, with knots that are not quantiles.
+    The knots stand at fixed places. Two resolutions are added: a coarse one that learns at once and a fine one that
+    lets the net draw the steps of a boosted tree. After Gorishniy et al., arXiv 2203.05556, whose knots are quantiles.
     """
 
-    def __init__(self, count: int, dim: int, steps: tuple[float, ...] = (1.0, 0.2), smallest: float = 0.05,
-                 largest: float = 1e5) -> None:
+    STEPS = (1.0, 0.2)
+
+    def __init__(self, count: int, dim: int) -> None:
         super().__init__()
-        self.smallest, self.steps = smallest, steps
-        self.span = float(torch.asinh(torch.tensor(largest / smallest)))
-        knots = torch.cat([torch.arange(-self._last(step), self._last(step) + 1) * step for step in steps])
-        width = torch.cat([torch.full((2 * self._last(step) + 1,), step) for step in steps])
-        self.register_buffer("knots", knots, persistent=False)
-        self.register_buffer("width", width, persistent=False)
-        self.weight = nn.Parameter(torch.randn(count, knots.shape[0], dim) * dim**-0.5)
+        knots = sum(hats(torch.zeros(()), step).shape[0] for step in self.STEPS)
+        self.curve = nn.Parameter(torch.randn(count, knots, dim) * dim**-0.5)
         self.slope = nn.Parameter(torch.randn(count, dim) * dim**-0.5)
 
-    def _last(self, step: float) -> int:
-        return int(self.span / step) + 1
-
     def forward(self, x: Tensor) -> Tensor:
-        place = torch.asinh(x.float() / self.smallest).clamp(-self.span, self.span)
-        hats = (1 - (place[..., None] - self.knots).abs() / self.width).clamp(min=0)  # [N, count, knots]
-        curves = torch.einsum("nck,ckd->ncd", hats, self.weight)
-        return curves + (place / self.span)[..., None] * self.slope
+        places = place(x)
+        weights = torch.cat([hats(places, step) for step in self.STEPS], 2)
+        return torch.einsum("nck,ckd->ncd", weights, self.curve) + (places / SPAN)[..., None] * self.slope
 
     def flops(self, rows: int) -> int:
-        return 2 * rows * self.weight.numel()
+        return 2 * rows * self.curve.numel()
 
 
 class EventTokenizer(nn.Module):
     """Events of one stream to tokens: Jagged `[T, dim]`, T the visible events of all samples."""
 
+    STEP = 1.0  # knots of an event's numbers; the first layer draws the curves
+
     def __init__(self, stream: Stream, features: list[Feature], config: ModelConfig, embedding_dim: int,
                  dim: int) -> None:
         super().__init__()
-        self.stream, self.embedding_dim, self.time_scale = stream, embedding_dim, config.time_scale_s
+        self.stream = stream
         self.pairs = matches(stream, features) if config.match else []
         self.ids, self.bits = attribute_kinds(stream, "id"), attribute_kinds(stream, "bits")
         self.dense = attribute_kinds(stream, "dense")
-        numbers = len(self.dense) + 2  # gap to the request, gap to the event before
-        self.numbers = NumberEncoding(numbers, config.number_dim, steps=(0.5,))
-        width = len(self.ids) * embedding_dim + numbers * config.number_dim
-        width += sum(a.rows for a in self.bits) + 2 * len(self.pairs)
+        numbers = (len(self.dense) + 2) * hats(torch.zeros(()), self.STEP).shape[0]
+        width = len(self.ids) * embedding_dim + numbers + sum(a.rows for a in self.bits) + 2 * len(self.pairs)
         self.inner = nn.Linear(width, dim)
         self.outer = nn.Linear(dim, dim)
 
@@ -94,13 +107,15 @@ class EventTokenizer(nn.Module):
         name = self.stream.name
         parts = [embedded.sequences[f"{name}.{a.name}"].values for a in self.ids]
         parts += [unpack_bits(batch.sequences[f"{name}.{a.name}"].values, a.rows) for a in self.bits]
-        previous = gap.roll(1).where(history.positions > 0, gap) - gap
-        numbers = [batch.sequences[f"{name}.{a.name}"].values for a in self.dense]
-        numbers += [torch.log1p(gap / self.time_scale), torch.log1p(previous.clamp(min=0) / self.time_scale)]
-        parts += [self.numbers(torch.stack(numbers, 1)).flatten(1)]
-        parts += [match, self.similarity(embedded, history)]
-        parts = [part.to(self.inner.weight.dtype) for part in parts]
-        return history.with_values(self.outer(F.gelu(self.inner(torch.cat(parts, 1)))))
+        parts += [self.numbers(batch, history, gap), match, self.similarity(embedded, history)]
+        dtype = compute_dtype(self.inner.weight)
+        return history.with_values(self.outer(F.gelu(self.inner(torch.cat([part.to(dtype) for part in parts], 1)))))
+
+    def numbers(self, batch: Batch, history: Jagged, gap: Tensor) -> Tensor:
+        """float32 `[T, numbers * knots]`: dense attributes, days to the request, days since the event before."""
+        previous = (gap.roll(1) - gap).where(history.positions > 0, torch.zeros_like(gap))
+        dense = [batch.sequences[f"{self.stream.name}.{a.name}"].values for a in self.dense]
+        return hats(place(torch.stack([*dense, gap / DAY, previous / DAY], 1)), self.STEP).flatten(1)
 
     def similarity(self, embedded: Embedded, history: Jagged) -> Tensor:
         """float32 `[T, pairs]`: product of the event's and the candidate's embedding (soft match)."""
@@ -126,7 +141,7 @@ class EventTokenizer(nn.Module):
     @torch.no_grad()
     def counts(self, history: Jagged, gap: Tensor, match: Tensor) -> Tensor:
         """float32 `[B, num_counts]`: log(1 + events), then log(1 + matches) for each pair, plain and decayed."""
-        days = gap / 86400.0
+        days = gap / DAY
         weights = torch.stack([torch.ones_like(days), *[torch.exp2(-days / half) for half in DECAYS_DAYS]], 1)
         terms = (match[:, :, None] * weights[:, None, :]).flatten(1)  # [T, pairs * decays]
         running = F.pad((terms * _FIXED_POINT).round().long().cumsum(0), (0, 0, 1, 0))
@@ -138,8 +153,7 @@ class EventTokenizer(nn.Module):
         return 1 + len(self.pairs) * (1 + len(DECAYS_DAYS))
 
     def flops(self, rows: int) -> int:
-        linear = self.inner.in_features * self.inner.out_features + self.outer.in_features * self.outer.out_features
-        return 2 * rows * linear + self.numbers.flops(rows)
+        return 2 * rows * (self.inner.weight.numel() + self.outer.weight.numel())
 
 
 class FeatureTokenizer(nn.Module):
@@ -183,7 +197,8 @@ class FeatureTokenizer(nn.Module):
             parts.append(self.numbers(torch.cat(numbers, 1)))
         for feature, vector in zip(self.bits, self.bit_vectors, strict=True):
             parts.append(vector(unpack_bits(batch.features[feature.name], feature.rows))[:, None])
-        return torch.cat([part.to(self.lift.weight.dtype) for part in parts], 1)
+        dtype = compute_dtype(self.lift.weight)
+        return torch.cat([part.to(dtype) for part in parts], 1)
 
     def flops(self, rows: int) -> int:
         lift = self.count * self.lift.weight.numel()
