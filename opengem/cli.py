@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -37,6 +37,8 @@ HELP = """usage: opengem COMMAND ...
   predict RUN --data DIR --out FILE.parquet
                                   write a probability per sample and task
   report RUN [OTHER ...]          write one self-contained HTML page; several runs are compared
+  bench kernels --op OP [--peers] [--out FILE.jsonl]
+                                  time kernels and their peers on this GPU
   doctor                          versions, devices, which kernel runs where, what is missing
 
 Every command answers --help with all its flags."""
@@ -94,6 +96,21 @@ class Report:
     runs: tyro.conf.Positional[tuple[Path, ...]]
     out: Path | None = None
     """file to write (default: report.html in the first run folder)"""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Time the cases of one op and, with --peers, the libraries it is compared with, in one process on this GPU."""
+
+    what: tyro.conf.Positional[Literal["kernels"]]
+    op: str
+    """op folder, for example jfa"""
+    peers: bool = False
+    """also time the peers that are installed"""
+    case: tuple[str, ...] = ()
+    """only these cases"""
+    out: Path | None = None
+    """JSON-lines file the rows are appended to"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -188,6 +205,13 @@ def _report(arguments: list[str]) -> None:
     print(f"report: {report.write(list(options.runs), options.out)}")
 
 
+def _bench(arguments: list[str]) -> None:
+    options = _parse(Bench, arguments, "opengem bench")
+    from benchmarks import run as bench
+
+    bench.kernels(options.op, options.out, options.peers, options.case)
+
+
 def _doctor(arguments: list[str]) -> None:
     if arguments:
         print("usage: opengem doctor\nPrints versions, devices, which kernel runs where, and what is missing.")
@@ -203,6 +227,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "evaluate": _evaluate,
     "predict": _predict,
     "report": _report,
+    "bench": _bench,
     "doctor": _doctor,
 }
 

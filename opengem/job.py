@@ -16,7 +16,7 @@ from opengem.data.loader import Loader, input_features
 from opengem.data.schema import Schema
 from opengem.errors import UserError
 from opengem.loss import multi_task_loss
-from opengem.model.gem import GEM
+from opengem.model.gem import GEM, stream_config
 from opengem.optim import clip_gradients, dense_optimizer, rate, set_rate
 from opengem.sparse.collection import EmbeddingCollection
 
@@ -34,6 +34,11 @@ class Job:
     optimizer: torch.optim.Optimizer
     step: int = 0
     total_steps: int = 1
+
+    @property
+    def max_lengths(self) -> dict[str, int]:
+        """stream -> newest events of a history that the model sees."""
+        return {s.name: stream_config(self.config.model, s.name).max_length for s in self.schema.streams}
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Logits `[B]` by label, of a batch on the job's device."""
@@ -68,7 +73,7 @@ class Job:
             folder,
             self.schema,
             data,
-            max_lengths={s.name: self.model.stream_config(s.name).max_length for s in self.schema.streams},
+            max_lengths=self.max_lengths,
             split=split,
             batch_size=data.batch_size if training else data.eval_batch_size,
             seed=self.config.train.seed,

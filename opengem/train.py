@@ -47,7 +47,7 @@ def train(config: Config, data: Path, out: Path, resume: str = "auto", with_base
     if source is not None:
         progress.load(job.restore(source), job, loader)
         print(f"resumed from {source} at step {job.step} of {job.total_steps}")
-    describe(job, loader)
+    describe(job)
 
     with RunLog(Path(out), to_json(config), job.step, job.total_steps, config.train.progress) as log:
         job.model.train()
@@ -60,13 +60,14 @@ def train(config: Config, data: Path, out: Path, resume: str = "auto", with_base
                 raise NonFiniteError(_explain(job, loss, norm, batch, out))
             last = job.step == job.total_steps
             if job.step % config.train.log_every == 0 or last:
+                job.embeddings.check()
                 log.write(progress.line(job, loss, norm, batch, rates))
             if last or (config.train.save_every and job.step % config.train.save_every == 0):
                 state = job.state(progress.dump(job, loader))
                 checkpoint.save(log.folder / "checkpoints", job.step, state, config.train.keep_checkpoints)
         summary = {"recipe": config.name, "data": schema.name, "steps": job.step, "base_rates": rates}
         summary["splits"] = {name: evaluate_split(job, data, name, rates) for name in config.data.eval_splits}
-        summary["baselines"] = baselines.compute(data, schema, config.data) if with_baselines else {}
+        summary["baselines"] = _baselines(config, data, schema) if with_baselines else {}
         summary |= {"parameters": job.model.num_parameters(), "table_bytes": job.embeddings.num_bytes()}
         summary["lengths"] = progress.lengths
         log.finish(summary | log.throughput() | {"environment": environment(job.device)})
@@ -151,9 +152,9 @@ def _batches(job: Job, loader: Loader, progress: Progress) -> Iterator[Batch]:
         job.embeddings.reinitialise(progress.epoch)
 
 
-def describe(job: Job, loader: Loader) -> None:
+def describe(job: Job) -> None:
     """Print what is about to be trained: sizes, and FLOPs of a sample at full history length."""
-    lengths = {name: [size] for name, size in loader.max_lengths.items()}
+    lengths = {name: [size] for name, size in job.max_lengths.items()}
     flops = sum(job.model.flops(lengths).values())
     print(
         f"{job.config.name} on {job.schema.name}: {job.model.num_parameters():,} dense parameters, "
@@ -188,9 +189,14 @@ def _refuse_several_processes() -> None:
         raise UserError("WORLD_SIZE > 1: training on several processes is not available in this version; start one")
 
 
+def _baselines(config: Config, data: Path, schema: Schema) -> dict:
+    splits = {"train_split": config.data.train_split, "eval_splits": config.data.eval_splits}
+    return baselines.compute(data, schema, **splits, seed=config.train.seed)
+
+
 def _explain(job: Job, loss: Tensor, norm: Tensor, batch: Batch, out: Path) -> str:
     rows = f"rows {int(batch.rows.min())} to {int(batch.rows.max())}"
     return (
-        f"step {job.step + 1}, {rows}: loss {float(loss)}, dense gradient norm {float(norm)}; no step was taken and the "
+        f"step {job.step + 1}, {rows}: loss {float(loss)}, dense gradient norm {float(norm)}; no step was taken, the "
         f"last complete checkpoint in {out}/checkpoints is intact. Lower --optim.lr or --sparse.lr, or look at the rows"
     )

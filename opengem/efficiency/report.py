@@ -204,7 +204,8 @@ def _environment(run: _Run) -> str:
     rows = "".join(f"<tr><td>{html.escape(k)}</td><td>{html.escape(str(v))}</td></tr>" for k, v in facts.items())
     config = html.escape(json.dumps(run.config, indent=2))
     return (
-        f"<h2>Environment and configuration: {html.escape(run.name)}</h2><div class='scroll'><table>{rows}</table></div>"
+        f"<h2>Environment and configuration: {html.escape(run.name)}</h2>"
+        f"<div class='scroll'><table>{rows}</table></div>"
         f"<details><summary>config.json (re-runs the job)</summary><pre>{config}</pre></details>"
     )
 
