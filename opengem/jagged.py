@@ -155,12 +155,15 @@ class Jagged:
         """`with_values(function(values))`."""
         return self.with_values(function(self.values))
 
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Jagged:
+        """`move` applied to both tensors (a device copy, pinning); contents must stay the same."""
+        return _unchecked(move(self.values), move(self.offsets), self.max_length)
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Jagged:
-        values = self.values.to(device, non_blocking=non_blocking)
-        return _unchecked(values, self.offsets.to(device, non_blocking=non_blocking), self.max_length)
+        return self.moved(lambda t: t.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Jagged:
-        return _unchecked(self.values.pin_memory(), self.offsets.pin_memory(), self.max_length)
+        return self.moved(Tensor.pin_memory)
 
     def __repr__(self) -> str:
         return (
@@ -170,7 +173,7 @@ class Jagged:
 
 
 def offsets_from_lengths(lengths: Tensor) -> Tensor:
-    """int64 `[B + 1]`: 0 and the running sum. Summed in int64 whatever the dtype of `lengths` (int32 would overflow)."""
+    """int64 `[B + 1]`: 0 and the running sum, in int64 whatever the dtype of `lengths` (int32 would overflow)."""
     zero = lengths.new_zeros(1, dtype=torch.int64)
     return torch.cat([zero, lengths.to(torch.int64).cumsum(0)])
 

@@ -42,6 +42,13 @@ TABLE: dict[str, tuple[Rule, ...]] = {
         )
         for capability in ((9, 0), (10, 0), (10, 3))
     ),
+    "gdpa": (
+        Rule(
+            "triton",
+            "bf16 or fp16, head dimension 32, 64, 96, 128 or 256",
+            accepts=lambda f: f["dtype"] in (torch.bfloat16, torch.float16) and f["head_dim"] in (32, 64, 96, 128, 256),
+        ),
+    ),
 }
 
 _forced: list[str] = []  # a process-wide stack, not a context variable: autograd runs backward on its own threads
@@ -89,5 +96,5 @@ def choose(op: str, device: torch.device, **facts) -> Rule:
 
 
 def implementation(op: str, device: torch.device, **facts) -> str:
-    """"reference", "triton" or "gluon" for `op` on `device` with these host-known facts (dtype, head_dim, ...)."""
+    """The name of the implementation ("reference", "triton" or "gluon") of `op` on `device`, from host-known facts."""
     return choose(op, device, **facts).implementation

@@ -36,8 +36,9 @@ def case(name: str) -> tuple[list[int], list[int]]:
     return q, q if kv is None else kv
 
 
-def fused_views(total: int, heads: int, dim: int, device: str = "cpu", dtype: torch.dtype = torch.float32,
-                seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def fused_views(
+    total: int, heads: int, dim: int, device: str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k, v `[total, heads, dim]` as strided views of one `[total, 3 * heads * dim]` buffer, random normal."""
     generator = torch.Generator().manual_seed(seed)
     fused = torch.randn(total, 3 * heads * dim, generator=generator).to(device=device, dtype=dtype)

@@ -1,0 +1,333 @@
+"""The configuration of a run: frozen dataclasses, checked when made, printed as JSON that re-runs the job.
+
+A recipe (`recipes/`) is a function that returns a `Config`. The command line overrides single fields
+(`--model.dim 128`). Every rule is checked whether or not the feature it belongs to is switched on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any
+
+from opengem.errors import UserError
+
+ATTENTION = ("block", "window", "full", "none")
+ACTIVATIONS = (
+    "gelu", "gelu_tanh", "gelu_poly", "gelu_taylor6", "silu", "relu", "relu2", "leaky_relu", "hardswish", "identity",
+)  # fmt: skip
+
+
+def _require(holds: bool, name: str, value: Any, rule: str, fix: str) -> None:
+    if not holds:
+        raise UserError(f"config {name} = {value!r}: {rule}; {fix}")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    _require(value in allowed, name, value, f"must be one of {', '.join(allowed)}", f"for example {allowed[0]}")
+
+
+def _at_least(name: str, value: float, low: float) -> None:
+    _require(value >= low, name, value, f"must be at least {low}", f"set --{name.replace('_', '-')} {low} or more")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is read and how it is batched."""
+
+    batch_size: int = 256
+    """samples of one step over all ranks"""
+    eval_batch_size: int = 512
+    """samples of one evaluation batch on each rank"""
+    shuffle_rows: int = 0
+    """shuffle inside consecutive windows of this many rows (0: keep time order)"""
+    prefetch: int = 2
+    """batches prepared ahead by background threads (0: none)"""
+    optional_features: tuple[str, ...] = ()
+    """names of optional features to use as inputs; "*" takes them all"""
+    train_split: str = "train"
+    """split that is trained on"""
+    eval_splits: tuple[str, ...] = ("test",)
+    """splits evaluated at the end"""
+
+    def __post_init__(self) -> None:
+        _at_least("data.batch_size", self.batch_size, 1)
+        _at_least("data.eval_batch_size", self.eval_batch_size, 1)
+        _at_least("data.shuffle_rows", self.shuffle_rows, 0)
+        _at_least("data.prefetch", self.prefetch, 0)
+
+
+@dataclass(frozen=True)
+class SparseConfig:
+    """Embedding tables and their optimiser."""
+
+    dim: int = 32
+    """width of an embedding row"""
+    max_rows: int = 0
+    """hash larger tables to this many rows by modulo (0: a row for every id; ids are range-checked)"""
+    init_std: float = 0.02
+    """standard deviation of the initial rows"""
+    lr: float = 0.05
+    """learning rate of row-wise Adagrad"""
+    eps: float = 1e-8
+    """epsilon of row-wise Adagrad"""
+
+    def __post_init__(self) -> None:
+        _at_least("sparse.dim", self.dim, 1)
+        _at_least("sparse.max_rows", self.max_rows, 0)
+        _at_least("sparse.init_std", self.init_std, 0.0)
+        _at_least("sparse.lr", self.lr, 0.0)
+        _at_least("sparse.eps", self.eps, 0.0)
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    """How one event stream is modelled. `name = "*"` stands for every stream no other entry names."""
+
+    name: str = "*"
+    max_length: int = 128
+    """newest events that are kept"""
+    dim: int = 64
+    """token width of this stream"""
+    heads: int = 2
+    """attention heads; dim must be a multiple"""
+    layers: int = 0
+    """layers that update this stream (0: all of the model's)"""
+    attention: str = "block"
+    """self-attention: block, window, full or none"""
+    window: int = 64
+    """block length, or events visible to each side when attention = window"""
+
+    def __post_init__(self) -> None:
+        name = f"model.streams[{self.name}]"
+        _at_least(f"{name}.max_length", self.max_length, 1)
+        _at_least(f"{name}.layers", self.layers, 0)
+        _at_least(f"{name}.window", self.window, 1)
+        _one_of(f"{name}.attention", self.attention, ATTENTION)
+        _require(
+            self.heads >= 1 and self.dim % max(self.heads, 1) == 0 and self.dim // max(self.heads, 1) % 2 == 0,
+            f"{name}.dim",
+            self.dim,
+            f"must be heads ({self.heads}) times an even head width",
+            f"for example dim {32 * max(self.heads, 1)}",
+        )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The dense tower: Wukong-style experts over features, interleaved with attention over event streams."""
+
+    dim: int = 64
+    """width of non-sequence tokens"""
+    heads: int = 2
+    """attention heads over non-sequence tokens; dim must be a multiple"""
+    layers: int = 2
+    schedule: str = "GS"
+    """one letter per layer, repeated: G = GDPA and fresh seed pooling, S = self-attention and the pooled tokens of the
+    layer before, F = all three"""
+    streams: tuple[StreamConfig, ...] = (StreamConfig(),)
+    num_feature_tokens: int = 16
+    """non-sequence tokens the features are projected to"""
+    num_summary: int = 8
+    """tokens of the feature summary handed to the streams"""
+    num_kv: int = 16
+    """context tokens a GDPA block attends to"""
+    seeds: int = 16
+    """learned queries of seed pooling"""
+    counting_seeds: int = 4
+    """of the seeds, those that sum over the history instead of averaging (0: none)"""
+    pooled_tokens: int = 8
+    """tokens a stream's seeds are mapped to and handed to the feature side"""
+    recent_tokens: int = 2
+    """newest events handed to the feature side as they are"""
+    sumkron_rank: int = 2
+    """terms of the SumKron map from seeds to pooled tokens"""
+    activation: str = "gelu"
+    """element-wise activation of GDPA"""
+    experts: int = 2
+    """Wukong experts, each on its own partition of the tokens"""
+    fm_tokens: int = 4
+    """tokens an expert's factorisation machine gives (0: none)"""
+    linear_tokens: int = 4
+    """tokens an expert's linear compression gives"""
+    fm_rank: int = 8
+    expert_hidden: int = 128
+    cross_layer_attention: bool = True
+    """each layer's experts also attend to the outputs of all earlier layers"""
+    rope: bool = True
+    """rotary positions in self-attention"""
+    time_encoding: bool = True
+    """rotary time: angles from log(1 + gap / time_scale)"""
+    time_scale_s: float = 3600.0
+    match: bool = True
+    """tell each event whether it shares an id with the candidate"""
+    head_hidden: int = 128
+    """width of the first hidden layer of a task's head, twice the second's"""
+
+    def __post_init__(self) -> None:
+        counts = "dim layers num_feature_tokens num_summary num_kv seeds pooled_tokens sumkron_rank experts heads"
+        for name in f"{counts} linear_tokens fm_rank expert_hidden head_hidden".split():
+            _at_least(f"model.{name}", getattr(self, name), 1)
+        _at_least("model.fm_tokens", self.fm_tokens, 0)
+        _at_least("model.recent_tokens", self.recent_tokens, 0)
+        _at_least("model.num_feature_tokens", self.num_feature_tokens, 2)
+        _require(
+            0 <= self.counting_seeds <= self.seeds,
+            "model.counting_seeds",
+            self.counting_seeds,
+            f"must lie between 0 and model.seeds ({self.seeds})",
+            "0 lets every seed average",
+        )
+        _require(
+            self.dim % self.heads == 0, "model.dim", self.dim, f"must be a multiple of heads ({self.heads})",
+            f"for example {32 * self.heads}",
+        )
+        _one_of("model.activation", self.activation, ACTIVATIONS)
+        _require(
+            bool(self.schedule) and set(self.schedule) <= set("GSF"),
+            "model.schedule",
+            self.schedule,
+            "must be made of the letters G, S, F",
+            "for example GS",
+        )
+        _require(
+            self.schedule[0] != "S",
+            "model.schedule",
+            self.schedule,
+            "the first layer needs fresh pooled tokens (G or F)",
+            "for example GS",
+        )
+        _require(self.time_scale_s > 0, "model.time_scale_s", self.time_scale_s, "must be above 0", "for example 3600")
+        names = [s.name for s in self.streams]
+        _require(
+            len(set(names)) == len(names), "model.streams", names, "a name stands twice", "keep one entry a stream"
+        )
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Dense AdamW and what guards a step."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.95, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    warmup_steps: int = 100
+    """steps of linear warm-up, dense and sparse"""
+    final_lr_fraction: float = 1.0
+    """the rates fall linearly to this fraction over the pass (1: constant)"""
+    clip_norm: float = 1.0
+    """dense gradient norm limit (0: no clipping)"""
+    task_weights: dict[str, float] = field(default_factory=dict)
+    """loss weight by label (1 where not named)"""
+    esmm: bool = False
+    """train a conditional label on all samples, as its condition's probability times its own (ESMM)"""
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "eps", "weight_decay", "warmup_steps", "clip_norm"):
+            _at_least(f"optim.{name}", getattr(self, name), 0)
+        _require(
+            0 <= self.final_lr_fraction <= 1,
+            "optim.final_lr_fraction",
+            self.final_lr_fraction,
+            "must lie in [0, 1]",
+            "1 keeps the rate constant",
+        )
+        _require(
+            all(0 <= b < 1 for b in self.betas), "optim.betas", self.betas, "must lie in [0, 1)", "for example .95 .999"
+        )
+        for task, weight in self.task_weights.items():
+            _at_least(f"optim.task_weights[{task}]", weight, 0)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The loop: how long, how often it saves and reports, where it runs."""
+
+    steps: int = 0
+    """stop after this many steps (0: one pass over the training split)"""
+    epochs: int = 1
+    """passes over the training split; tables are re-initialised between passes, since a second pass overfits them"""
+    seed: int = 0
+    device: str = "auto"
+    """auto, cpu or cuda"""
+    dtype: str = "auto"
+    """compute dtype: auto (bfloat16 on GPU, float32 on CPU), float32 or bfloat16; master weights stay float32"""
+    compile: bool = False
+    """torch.compile the model"""
+    save_every: int = 1000
+    """steps between checkpoints (0: only at the end)"""
+    keep_checkpoints: int = 2
+    log_every: int = 20
+    """steps between lines of metrics.jsonl"""
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "save_every"):
+            _at_least(f"train.{name}", getattr(self, name), 0)
+        for name in ("epochs", "keep_checkpoints", "log_every"):
+            _at_least(f"train.{name}", getattr(self, name), 1)
+        _one_of("train.device", self.device, ("auto", "cpu", "cuda"))
+        _one_of("train.dtype", self.dtype, ("auto", "float32", "bfloat16"))
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that defines a run besides the data folder and the run folder."""
+
+    name: str = "custom"
+    data: DataConfig = DataConfig()
+    sparse: SparseConfig = SparseConfig()
+    model: ModelConfig = ModelConfig()
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = TrainConfig()
+
+
+def to_dict(config: Config) -> dict:
+    return dataclasses.asdict(config)
+
+
+def to_json(config: Config) -> str:
+    """JSON that `from_json` (and `opengem train FILE.json`) turns back into the same config."""
+    return json.dumps(to_dict(config), indent=2)
+
+
+def from_json(text: str, where: str = "config") -> Config:
+    """Parse what `to_json` wrote. Unknown keys and wrong types raise UserError naming the field."""
+    try:
+        raw = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where} is not valid JSON: {error}") from error
+    return _build(Config, raw, where)
+
+
+def _build(kind: type, raw: Any, where: str) -> Any:
+    """A dataclass of type `kind` from plain JSON values."""
+    if not isinstance(raw, dict):
+        raise UserError(f"{where}: wanted an object with fields of {kind.__name__}, got {raw!r}")
+    hints = typing.get_type_hints(kind)
+    known = {f.name for f in dataclasses.fields(kind)}
+    for key in raw:
+        if key not in known:
+            raise UserError(f"{where}.{key}: no such field; fields are {', '.join(sorted(known))}")
+    return kind(**{key: _value(hints[key], value, f"{where}.{key}") for key, value in raw.items()})
+
+
+def _value(kind: Any, raw: Any, where: str) -> Any:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        return _build(kind, raw, where)
+    if origin is tuple and isinstance(raw, list):
+        kinds = [args[0]] * len(raw) if args[-1] is Ellipsis else list(args)
+        if len(kinds) == len(raw):
+            return tuple(_value(k, v, f"{where}[{i}]") for i, (k, v) in enumerate(zip(kinds, raw, strict=True)))
+    if origin is dict and isinstance(raw, dict):
+        return {key: _value(args[1], value, f"{where}[{key}]") for key, value in raw.items()}
+    if kind is float and isinstance(raw, int) and not isinstance(raw, bool):
+        return float(raw)
+    if not isinstance(kind, types.GenericAlias) and origin is None and type(raw) is kind:
+        return raw
+    raise UserError(f"{where} = {raw!r}: wanted {getattr(kind, '__name__', kind)}")

@@ -1,0 +1,230 @@
+"""The embedding collection of one process: ids of a batch in, vectors out, and the update when gradients are there.
+
+    embedded = collection(batch)          # leaves that require a gradient
+    loss(model(batch, embedded)).backward()
+    if collection.finite(): collection.step(lr)
+
+`sharded.py` has the same interface over many processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from opengem.config import SparseConfig
+from opengem.data.batch import Batch, Embedded
+from opengem.data.schema import Feature, Schema
+from opengem.errors import UserError
+from opengem.jagged import Jagged
+from opengem.sparse.table import Table, Tables
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One input that is looked up: its key in the batch, its table, and how many ids and rows that table has.
+
+    key: "stream.attribute" (sequence) or the name of a sample feature. pooled: a list of ids summed to one vector.
+    ids: number of legal ids; rows: rows stored. rows < ids means ids are hashed (any id >= 0 is then legal).
+    """
+
+    key: str
+    table: str
+    ids: int
+    rows: int
+    sequence: bool = False
+    pooled: bool = False
+
+
+def slots_of(schema: Schema, features: list[Feature], max_rows: int) -> list[Slot]:
+    """Every id attribute of the streams, then every id or ids feature among `features`, in that fixed order."""
+
+    def slot(key: str, feature: Feature, sequence: bool) -> Slot:
+        rows = min(feature.rows, max_rows) if max_rows else feature.rows
+        return Slot(key, feature.table, feature.rows, rows, sequence, feature.kind == "ids")
+
+    attributes = [(f"{s.name}.{a.name}", a, True) for s in schema.streams for a in s.attributes]
+    wanted = [*attributes, *((f.name, f, False) for f in features)]
+    return [slot(key, feature, sequence) for key, feature, sequence in wanted if feature.kind in ("id", "ids")]
+
+
+def tables_of(slots: list[Slot]) -> list[Table]:
+    """One table for each name in use, in order of first use."""
+    return [Table(name, rows) for name, rows in {slot.table: slot.rows for slot in slots}.items()]
+
+
+class IdReader:
+    """Takes the ids of all slots out of a batch, checks them and hashes them.
+
+    A bad id raises UserError at once on the CPU. On a GPU that would stop the stream, so the first bad id is kept on
+    the device and raised by `check()`; the lookup itself reads row 0 in its place.
+    """
+
+    def __init__(self, slots: list[Slot], device: torch.device | str) -> None:
+        self.slots, self.device = slots, torch.device(device)
+        self.limits = torch.tensor([s.ids if s.rows == s.ids else 2**63 - 1 for s in slots], device=device)
+        self.rows = torch.tensor([s.rows for s in slots], device=device)
+        self.bad = torch.full((2,), -1, device=device)  # slot (-1: none) and id
+
+    def __call__(self, batch: Batch) -> tuple[list[Jagged | Tensor | None], Tensor, Tensor]:
+        """(input of each slot, its slot number int64 [N] of every id, row in its table int64 [N] of every id).
+
+        The input of a slot the batch does not hold is None.
+        """
+        inputs = [(batch.sequences if slot.sequence else batch.features).get(slot.key) for slot in self.slots]
+        counts = [0 if x is None else _values(x).shape[0] for x in inputs]
+        ids = torch.cat([_values(x) for x in inputs if x is not None] or [self.rows.new_empty(0)])
+        slot = torch.repeat_interleave(
+            torch.arange(len(counts), device=self.device),
+            torch.tensor(counts, device=self.device, dtype=torch.int64),
+            output_size=sum(counts),
+        )
+        if ids.shape[0]:
+            wrong = (ids < 0) | (ids >= self.limits[slot])
+            self._note(wrong, slot, ids)
+            ids = torch.where(wrong, 0, ids)
+        return inputs, slot, ids % self.rows[slot]
+
+    def _note(self, wrong: Tensor, slot: Tensor, ids: Tensor) -> None:
+        at = wrong.to(torch.uint8).argmax().view(1)
+        first = torch.where(wrong[at], torch.cat([slot[at], ids[at]]), -1)
+        self.bad = torch.where(self.bad[0] >= 0, self.bad, first)
+        if self.device.type == "cpu":
+            self.check()
+
+    def check(self) -> None:
+        """Raise UserError if any id since the last check was out of range (a host sync on a GPU)."""
+        at, wrong = self.bad.tolist()
+        if at >= 0:
+            self.bad = torch.full_like(self.bad, -1)
+            slot = self.slots[at]
+            wanted = f"[0, {slot.ids})" if slot.rows == slot.ids else ">= 0"
+            raise UserError(
+                f"feature {slot.key!r}, table {slot.table!r} of {slot.ids} rows: id {wrong} is out of range, wanted "
+                f"{wanted}; correct the data or the schema's rows, or hash the table with --sparse.max-rows"
+            )
+
+    def collisions(self, batch: Batch) -> dict[str, tuple[int, int]]:
+        """Hashed table -> (distinct ids, distinct rows) of this batch; the difference is what hashing merged."""
+        inputs, slot, rows = self(batch)
+        ids = torch.cat([_values(x) for x in inputs if x is not None] or [rows])
+        found = {}
+        for name in {s.table: None for s in self.slots if s.rows < s.ids}:
+            members = torch.tensor([s.table == name for s in self.slots], device=self.device)
+            mine = members[slot]
+            found[name] = (ids[mine].unique().shape[0], rows[mine].unique().shape[0])
+        return found
+
+
+def _values(x: Jagged | Tensor) -> Tensor:
+    return x.values if isinstance(x, Jagged) else x
+
+
+class Leaves:
+    """The vectors handed to the model (`embedded`), and how their gradients become one gradient for each id."""
+
+    def __init__(self, slots: list[Slot], inputs: list[Jagged | Tensor | None], vectors: Tensor) -> None:
+        """vectors: `[N, dim]`, one for every id, in slot order."""
+        self.parts: list[tuple[Slot, Jagged | Tensor, Tensor]] = []
+        self.empty = vectors[:0]
+        counts = [0 if x is None else _values(x).shape[0] for x in inputs]
+        for slot, x, part in zip(slots, inputs, vectors.split(counts), strict=True):
+            if x is not None:
+                leaf = (pool(part, x.offsets) if slot.pooled else part).detach()
+                self.parts.append((slot, x, leaf.requires_grad_(torch.is_grad_enabled())))
+        self.embedded = Embedded(
+            sequences={slot.key: x.with_values(leaf) for slot, x, leaf in self.parts if slot.sequence},
+            features={slot.key: leaf for slot, _, leaf in self.parts if not slot.sequence},
+        )
+
+    def grads(self) -> list[Tensor]:
+        return [leaf.grad for _, _, leaf in self.parts if leaf.grad is not None]
+
+    def per_id(self) -> Tensor:
+        """`[N, dim]`: the gradient of each looked-up vector; zero where the model did not use it."""
+        grads = [self.empty]
+        for slot, x, leaf in self.parts:
+            grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            grads.append(grad.index_select(0, x.row_to_sample) if slot.pooled else grad)
+        return torch.cat(grads)
+
+
+class EmbeddingCollection:
+    """One table per schema table in use, looked up for every id input of a batch.
+
+    features: the sample features that are model inputs; every id attribute of the streams is an input as well.
+    Tables larger than `config.max_rows` (when > 0) are hashed to that many rows by modulo.
+    """
+
+    def __init__(
+        self, schema: Schema, features: list[Feature], config: SparseConfig, device: torch.device | str, seed: int
+    ) -> None:
+        self.slots = slots_of(schema, features, config.max_rows)
+        self.dim, self.config = config.dim, config
+        self.reader = IdReader(self.slots, device)
+        self.tables = Tables(tables_of(self.slots), config.dim, device, eps=config.eps)
+        self.first = torch.tensor([self.tables.first[slot.table] for slot in self.slots], device=device)
+        self.pending: list[tuple[Tensor, Leaves]] = []
+        self.reinitialise(seed)
+
+    def __call__(self, batch: Batch) -> Embedded:
+        """Look every id up. With gradients enabled the values are leaves, remembered until `step` or `discard`."""
+        inputs, slot, rows = self.reader(batch)
+        rows = rows + self.first[slot]
+        leaves = Leaves(self.slots, inputs, self.tables.lookup(rows))
+        if torch.is_grad_enabled():
+            self.pending.append((rows, leaves))
+        return leaves.embedded
+
+    def finite(self) -> Tensor:
+        """0-dim bool on the device: whether every gradient since the last step is finite."""
+        checks = [grad.isfinite().all() for _, leaves in self.pending for grad in leaves.grads()]
+        return torch.stack(checks).all() if checks else torch.tensor(True, device=self.reader.device)
+
+    def step(self, lr: float) -> None:
+        """Exact row-wise Adagrad on the rows looked up since the last call, from the leaves' `.grad`."""
+        if self.pending:
+            rows = torch.cat([rows for rows, _ in self.pending])
+            self.tables.update(rows, torch.cat([leaves.per_id() for _, leaves in self.pending]), lr)
+        self.discard()
+
+    def discard(self) -> None:
+        """Forget the leaves without an update."""
+        self.pending.clear()
+
+    def check(self) -> None:
+        """Raise UserError if an id was out of range (only needed on a GPU, where it is a host sync)."""
+        self.reader.check()
+
+    def collisions(self, batch: Batch) -> dict[str, tuple[int, int]]:
+        """Hashed table -> (distinct ids, distinct rows) in this batch."""
+        return self.reader.collisions(batch)
+
+    def reinitialise(self, seed: int) -> None:
+        """Fresh rows and state."""
+        self.discard()
+        self.tables.initialise(self.config.init_std, seed)
+
+    def num_bytes(self) -> int:
+        """Persistent bytes of rows and optimiser state."""
+        return self.tables.num_bytes()
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """{"weight": {table: [rows, dim]}, "moment": {table: [rows]}}, views of the live tensors."""
+        return self.tables.state_dict()
+
+    def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """Copy in what `state_dict` gave; UserError names a table that is missing or has another shape."""
+        self.discard()
+        self.tables.load_state_dict(state)
+
+
+def pool(vectors: Tensor, offsets: Tensor) -> Tensor:
+    """`[B, dim]`: the sum of each sample's vectors (`vectors` `[T, dim]`, `offsets` int64 `[B + 1]`); empty gives 0."""
+    if vectors.shape[0] == 0:
+        return vectors.new_zeros(offsets.shape[0] - 1, vectors.shape[1])
+    every = torch.arange(vectors.shape[0], device=vectors.device)
+    return F.embedding_bag(every, vectors, offsets, mode="sum", include_last_offset=True)

@@ -1,0 +1,63 @@
+"""Counter-based random numbers: the same bits for the same (key, element) on every device, rank and world size.
+
+A table's initial rows and the noise of stochastic rounding are pure functions of who asks (`key`: parameter, seed,
+step) and where (`element`: row * dim + column in the whole table). So a shard draws exactly what the whole table would,
+replicas agree, and a resumed run repeats itself.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+
+import torch
+from torch import Tensor
+
+_LOW = 0xFFFFFFFF
+_CHUNK = {"cpu": 1 << 15, "cuda": 1 << 24}  # elements drawn at a time: the int64 temporaries stay in cache, or small
+
+
+def key(*parts: str | int) -> int:
+    """An unsigned 32-bit key of a few names and numbers (crc32 of their text, so equal in every process)."""
+    return zlib.crc32("/".join(map(str, parts)).encode())
+
+
+def bits(key: int, element: Tensor) -> Tensor:
+    """Uniform 32-bit numbers in an int64 tensor; `element` int64, any shape, >= 0. Two rounds of a 32-bit finaliser."""
+    return _mix((element & _LOW) ^ _mix((element >> 32) ^ key) & _LOW)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ (x >> 16)) * 0x7FEB352D & _LOW
+    x = (x ^ (x >> 15)) * 0x846CA68B & _LOW
+    return x ^ (x >> 16)
+
+
+def fill_normal(out: Tensor, key: int, first_row: int, std: float) -> None:
+    """Fill `out` `[rows, dim]` with N(0, std²): row i gets what row `first_row + i` of the whole table gets."""
+    flat, start, chunk = out.view(-1), first_row * out.shape[1], _CHUNK[out.device.type]
+    for begin in range(0, flat.shape[0], chunk):
+        part = flat[begin : begin + chunk]
+        element = torch.arange(start + begin, start + begin + part.shape[0], device=out.device)
+        radius = ((bits(key, 2 * element) + 0.5) / 2**32).log().mul(-2).sqrt()
+        angle = bits(key, 2 * element + 1) * (2 * math.pi / 2**32)
+        part.copy_(radius * angle.cos() * std)
+
+
+def stochastic_round(x: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
+    """Round float32 `x` to bfloat16 or float16, up or down with the probability that makes the mean exact.
+
+    noise: int64 of x's shape, uniform 32-bit numbers (`bits`). float16 saturates at its largest finite value.
+    float32 is returned as it is.
+    """
+    if dtype == torch.float32:
+        return x
+    dropped = 16 if dtype == torch.bfloat16 else 13
+    limit = torch.finfo(dtype).max
+    raised = (x.view(torch.int32) + (noise & ((1 << dropped) - 1)).int()) & -(1 << dropped)
+    rounded = torch.where(x.isfinite(), raised.view(torch.float32), x)
+    if dtype == torch.float16:
+        # Below 2^-14 float16 has fixed steps of 2^-24.
+        steps = (x.abs() * 2**24 + (noise & 0x1FFF) / 2**13).floor() * 2**-24
+        rounded = torch.where(x.abs() < 2**-14, steps.copysign(x), rounded).clamp(-limit, limit)
+    return rounded.to(dtype)
