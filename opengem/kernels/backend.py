@@ -33,12 +33,14 @@ class Rule:
 # op -> rules, first match wins; "reference" always stands at the end. Each op's section is kept by its own folder's
 # author; measured crossovers belong here with a pointer to benchmarks/results.
 TABLE: dict[str, tuple[Rule, ...]] = {
-    "jfa": (
+    # Tiles fill the shared memory of data-centre GPUs; smaller parts (8.x, 12.x) could not launch them.
+    "jfa": tuple(
         Rule(
-            "triton", "bf16 or fp16, head_dim a multiple of 8 up to 256",
+            "triton", "bf16 or fp16, head_dim a multiple of 8 up to 256", capability, exact_capability=True,
             accepts=lambda facts: facts["dtype"] in (torch.bfloat16, torch.float16)
             and facts["head_dim"] <= 256 and facts["head_dim"] % 8 == 0,
-        ),
+        )
+        for capability in ((9, 0), (10, 0), (10, 3))
     ),
     "gdpa": (
         Rule(

@@ -41,22 +41,26 @@ class Config:
 # One configuration for each kernel and padded head dimension; all are tested. Never chosen by data.
 CONFIGS = {
     "forward": {
-        32: Config(128, 64, 4, 3), 64: Config(128, 64, 4, 3), 128: Config(128, 128, 8, 2), 256: Config(128, 64, 8, 2),
+        32: Config(128, 64, 4, 3), 64: Config(128, 64, 4, 3), 128: Config(128, 128, 8, 3), 256: Config(128, 64, 8, 2),
     },
     "dq": {
-        32: Config(128, 64, 4, 3), 64: Config(128, 64, 8, 3), 128: Config(128, 64, 8, 2), 256: Config(64, 64, 8, 2),
+        32: Config(128, 64, 4, 3), 64: Config(128, 64, 8, 3), 128: Config(128, 64, 8, 3), 256: Config(128, 32, 8, 2),
     },
     "dkdv": {
-        32: Config(128, 64, 4, 3), 64: Config(128, 64, 8, 3), 128: Config(128, 64, 8, 2), 256: Config(64, 64, 8, 1),
+        32: Config(128, 64, 4, 3), 64: Config(128, 64, 8, 3), 128: Config(128, 64, 8, 3), 256: Config(64, 32, 8, 2),
     },
     "diagonals": {
-        32: Config(64, 64, 4, 1), 64: Config(64, 64, 4, 1), 128: Config(64, 64, 4, 1), 256: Config(64, 64, 8, 1),
+        32: Config(64, 64, 4, 1), 64: Config(64, 64, 4, 1), 128: Config(64, 64, 8, 1), 256: Config(64, 64, 8, 1),
     },
 }
 
 
-def config(kernel: str, head_dim: int) -> Config:
-    return CONFIGS[kernel][max(32, triton.next_power_of_2(head_dim))]
+def config(kernel: str, head_dim: int, biased: bool) -> Config:
+    """The configuration of a kernel; tiles of a bias need registers and pipeline space, so the others get smaller."""
+    tile = CONFIGS[kernel][max(32, triton.next_power_of_2(head_dim))]
+    if not biased:
+        return tile
+    return Config(tile.own, min(tile.stream, 64 if head_dim < 128 else 32), 8, min(tile.stages, 2))
 
 
 # ---- where a program works -------------------------------------------------------------------------------------
@@ -380,7 +384,8 @@ def _dkdv_kernel(
         if HAS_RIGHT:
             dk, dv = _dkdv_tiles(
                 dk, dv, k, v, j, q_base, dout_base, lse_base, delta_base, bias_base, q_stride, dout_stride, low,
-                full_low, m, n, scale2, left, right, radius, True, BLOCK_M, HEAD_DIM, BLOCK_D, HAS_LEFT, HAS_RIGHT, BIAS)
+                full_low, m, n, scale2, left, right, radius, True, BLOCK_M, HEAD_DIM, BLOCK_D, HAS_LEFT, HAS_RIGHT,
+                BIAS)
         dk, dv = _dkdv_tiles(
             dk, dv, k, v, j, q_base, dout_base, lse_base, delta_base, bias_base, q_stride, dout_stride, full_low,
             full_high, m, n, scale2, left, right, radius, False, BLOCK_M, HEAD_DIM, BLOCK_D, HAS_LEFT, HAS_RIGHT, BIAS)
@@ -429,7 +434,7 @@ def _diagonals_kernel(
         k_begin, n = _partner(kv_offsets_ptr, sample, batch)
         k_base = k_ptr + k_begin * k_stride + head // GROUP * k_head
         v_base = v_ptr + k_begin * v_stride + head // GROUP * v_head
-        # Query i meets distances [first, first + BLOCK) at keys i + n - m + first and on: outside [0, n) there are none.
+        # Query i meets these distances at keys i + n - m + first and on; outside [0, n) there are none.
         low = tl.maximum(m - n - first - BLOCK + 1, 0) // BLOCK * BLOCK
         for i0 in range(low, tl.minimum(m, m - first), BLOCK):
             i = i0 + step
@@ -465,7 +470,7 @@ def forward(
     batch = q_offsets.shape[0] - 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((heads, total), dtype=torch.float32, device=q.device)
-    tile = config("forward", dim)
+    tile = config("forward", dim, bias is not None)
     bias, pairs, columns, radius = _bias_arguments(bias, q_offsets, kv_offsets, options)
     _forward_kernel[(total // tile.own + batch + 1, heads)](
         q, k, v, out, lse, q_offsets, kv_offsets, bias, pairs,
@@ -494,13 +499,13 @@ def backward(
                dout.stride(1))
     constants = _constants(q, k, options, options.pair)
     mask = options.scale, options.left, options.right, radius
-    tile = config("dq", dim)
+    tile = config("dq", dim, bias is not None)
     _dq_kernel[(total // tile.own + batch + 1, heads)](
         q, k, v, out, dout, lse, None if dlse is None else dlse.contiguous(), dq, delta, q_offsets, kv_offsets, bias,
         dbias if options.pair else None, pairs, *strides, heads * dim, columns, total, batch, batch.bit_length(), *mask,
         HAS_DLSE=dlse is not None, **constants, BLOCK_M=tile.own, BLOCK_N=tile.stream,
         num_warps=tile.warps, num_stages=tile.stages)
-    tile = config("dkdv", dim)
+    tile = config("dkdv", dim, bias is not None)
     _dkdv_kernel[(k.shape[0] // tile.own + batch + 1, kv_heads)](
         q, k, v, dout, lse, delta, dk, dv, q_offsets, kv_offsets, bias, pairs, *strides, kv_heads * dim, columns, total,
         k.shape[0], batch, batch.bit_length(), *mask, **constants, BLOCK_M=tile.stream, BLOCK_N=tile.own,
@@ -519,7 +524,7 @@ def _relative_gradient(
     distances, lowest, radius = max_q + max_kv - 1, 1 - max_kv, table.shape[1] // 2
     if min(max_q, max_kv, batch) == 0:
         return torch.zeros_like(table)
-    tile = config("diagonals", dim)
+    tile = config("diagonals", dim, True)
     blocks = triton.cdiv(distances, tile.own)
     parts = max(1, min(64, batch, 2048 // (blocks * heads)))
     sums = torch.empty((parts, heads, distances), dtype=torch.float32, device=q.device)

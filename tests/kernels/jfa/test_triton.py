@@ -1,4 +1,4 @@
-"""The Triton kernels against the naive fp64 loop: interpreted in fp32 on a CPU (run by test_interpreted.py), real on a GPU."""
+"""The Triton kernels, interpreted in fp32 on a CPU, against the naive fp64 loop; test_interpreted.py runs this file."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ def test_rows_behind_the_offsets_get_zeros(poisoned_empty):
 
     offsets = grid.offsets([2, 3])
     out, lse = kernels.forward(q, k, v, offsets, offsets, None, 3, 3, Options(0.25))
-    grads = kernels.backward(torch.randn(9, 1, 16), None, q, k, v, out, lse, offsets, offsets, None, 3, 3, Options(0.25))
+    dout = torch.randn(9, 1, 16)
+    grads = kernels.backward(dout, None, q, k, v, out, lse, offsets, offsets, None, 3, 3, Options(0.25))
     assert all((x[5:] == 0).all() and x.isfinite().all() for x in (out, *grads[:3]))
 
 
