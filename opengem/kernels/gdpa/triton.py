@@ -6,8 +6,8 @@ and no gradient: nothing in these kernels masks a score.
 Two families, chosen by the longest query:
 - wide (`max_q > 64`): a program owns a query tile and walks the keys (`wide_fwd`, `wide_dq`), or owns a key tile and
   walks the queries (`wide_dkdv`, which computes S^T directly, so that no product is transposed through registers).
-- narrow (`max_q <= 64`, pooling by seeds): a program owns a run of CHUNK keys of one sample, holds all its queries
-  and walks the keys once, forward and backward. Products are transposed (S^T = K Q^T, O^T = V^T P^T), so that keys and head
+- narrow (`max_q <= 64`, pooling by seeds): a program owns a run of CHUNK keys of one sample, holds all its queries and
+  walks the keys once, forward and backward. Products are transposed (S^T = K Q^T, O^T = V^T P^T): keys and the head
   dimension fill the rows of the matrix unit, not the few queries.
 
 Which tiles exist is written by `deal_tiles` on the device, longest work first. The grid is bounded on the host by
