@@ -14,6 +14,7 @@ from functools import cache
 import torch
 
 IMPLEMENTATIONS = ("reference", "triton", "gluon")
+HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,16 @@ TABLE: dict[str, tuple[Rule, ...]] = {
             accepts=lambda f: f["dtype"] in (torch.bfloat16, torch.float16) and f["head_dim"] in (32, 64, 96, 128, 256),
         ),
     ),
+    "block": (Rule("triton", "16-bit blocks of 64, head dim 64 or 128: one tile a program", capability=(9, 0),
+                   accepts=lambda f: f["dtype"] in HALF and f["head_dim"] in (64, 128) and f["block"] == 64),),
+    "rope": (Rule("triton", "one pass over 16-bit rows, head dim a power of two", capability=(9, 0),
+                  accepts=lambda f: f["dtype"] in HALF and f["head_dim"] in (16, 32, 64, 128, 256)),),
+    "norm": (Rule("triton", "16-bit rows up to 8,192 wide, 2,048 when quantised; one read", capability=(9, 0),
+                  accepts=lambda f: f["dtype"] in HALF and f["width"] <= (2048 if f["quantize"] else 8192)),),
+    "swiglu": (Rule("triton", "one pass over 16-bit gate and up", capability=(9, 0),
+                    accepts=lambda f: f["dtype"] in HALF),),
+    "jagged_ops": (Rule("triton", "16-bit rows: one read, one write, no index tensors", capability=(9, 0),
+                        accepts=lambda f: f["dtype"] in HALF),),
 }
 
 _forced: list[str] = []  # a process-wide stack, not a context variable: autograd runs backward on its own threads

@@ -1,10 +1,11 @@
-"""Block attention on a GPU: one program per tile of 64 rows and group of heads, everything of a tile in registers.
+"""Block attention on a GPU: one program per tile of 64 rows and head, everything of a tile on chip.
 
-A 64x64 tile is bound by memory (32 FLOP a byte), so the kernels are plain: read q, k, v once, write once, several CTAs an
-SM to hide latency. A tile holds whole softmax rows: no running maximum, no log-sum-exp in memory, and the backward's
+A 64x64 tile is bound by memory (32 FLOP a byte), so the kernels are plain: read q, k, v once, write once, several CTAs
+an SM to hide latency. A tile holds whole softmax rows: no running maximum, no log-sum-exp in memory, and the backward's
 delta is a row sum of registers. With RoPE, q and k are rotated after the load and their fp32 gradients before the
-store; cos and sin are read once for all heads of a program. The two halves of a pair stay apart all the way (two
-products over D/2 instead of one over D), which makes both pairings cheap. Tiling as in `reference.tiles`.
+store. The two halves of a pair stay apart all the way (two products over D/2 instead of one over D), which makes both
+pairings cheap; angles are loaded again for each gradient, so that they do not hold registers. Tiling as in
+`reference.tiles`.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from torch import Tensor
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
-# (direction, head dim, rope) -> heads a program and launch options; one choice each, so that bits never depend on tuning
+# (direction, head dim, rope) -> launch options; one choice each, so that bits never depend on tuning
 CONFIGS = {
-    ("forward", 64, False): {"GROUP": 1, "num_warps": 4, "num_stages": 2},
-    ("forward", 128, False): {"GROUP": 1, "num_warps": 4, "num_stages": 2},
-    ("forward", 64, True): {"GROUP": 4, "num_warps": 4, "num_stages": 2},
-    ("forward", 128, True): {"GROUP": 4, "num_warps": 4, "num_stages": 2},
-    ("backward", 64, False): {"GROUP": 1, "num_warps": 4, "num_stages": 1},
-    ("backward", 128, False): {"GROUP": 1, "num_warps": 8, "num_stages": 1},
-    ("backward", 64, True): {"GROUP": 4, "num_warps": 4, "num_stages": 1},
-    ("backward", 128, True): {"GROUP": 4, "num_warps": 8, "num_stages": 1},
+    ("forward", 64, False): {"num_warps": 4},
+    ("forward", 128, False): {"num_warps": 4},
+    ("forward", 64, True): {"num_warps": 4},
+    ("forward", 128, True): {"num_warps": 8, "maxnreg": 128},
+    ("backward", 64, False): {"num_warps": 4},
+    ("backward", 128, False): {"num_warps": 8},
+    ("backward", 64, True): {"num_warps": 8, "maxnreg": 128},
+    ("backward", 128, True): {"num_warps": 8, "maxnreg": 128},
 }
 
 
@@ -111,86 +112,80 @@ def _probabilities(q1, q2, k1, k2, live, scale_log2):
 
 
 @triton.jit(do_not_specialize=["rows", "batch", "positions"])
-def _forward(q, k, v, out, offsets, cos, sin, rows, batch, positions, groups, scale,
+def _forward(q, k, v, out, offsets, cos, sin, rows, batch, positions, heads, scale,
              q_row, q_head, k_row, k_head, v_row, v_head, out_row, out_head,
-             BLOCK: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, ROPE: tl.constexpr,
-             INTERLEAVED: tl.constexpr):
+             BLOCK: tl.constexpr, HALF: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
     program = tl.program_id(0)
-    tile = program // groups
-    head = (program % groups * GROUP).to(tl.int64)
+    tile = program // heads
+    head = (program % heads).to(tl.int64)
     first, end, limit, start = _locate(offsets, batch, tile, rows, BLOCK)
     row = first + tl.arange(0, BLOCK)
     live = row < end
     written = row < limit
     if first >= end:
         if first < limit:
-            for i in range(GROUP):
-                _zero(out + (head + i) * out_head, row, out_row, written, 2 * HALF)
+            _zero(out + head * out_head, row, out_row, written, 2 * HALF)
         return
-    if ROPE:
-        c, s = _angles(cos, sin, start + tl.arange(0, BLOCK), positions, live, HALF)
+    position = start + tl.arange(0, BLOCK)
     column = tl.arange(0, 2 * HALF)
-    for i in range(GROUP):
-        h = head + i
-        q1, q2 = _load_pair(q + h * q_head, row, q_row, live, HALF, INTERLEAVED)
-        k1, k2 = _load_pair(k + h * k_head, row, k_row, live, HALF, INTERLEAVED)
-        values = tl.load(v + h * v_head + row[:, None] * v_row + column[None, :], mask=live[:, None], other=0.0)
-        if ROPE:
-            q1, q2 = _rotate(q1, q2, c, s)
-            k1, k2 = _rotate(k1, k2, c, s)
-        p, total = _probabilities(q1, q2, k1, k2, live, scale * LOG2E)
-        o = tl.dot(p.to(values.dtype), values) / total[:, None]
-        o = tl.where(live[:, None], o, 0.0).to(out.dtype.element_ty)
-        tl.store(out + h * out_head + row[:, None] * out_row + column[None, :], o, mask=written[:, None])
+    q1, q2 = _load_pair(q + head * q_head, row, q_row, live, HALF, INTERLEAVED)
+    k1, k2 = _load_pair(k + head * k_head, row, k_row, live, HALF, INTERLEAVED)
+    values = tl.load(v + head * v_head + row[:, None] * v_row + column[None, :], mask=live[:, None], other=0.0)
+    if ROPE:
+        c, s = _angles(cos, sin, position, positions, live, HALF)
+        q1, q2 = _rotate(q1, q2, c, s)
+        k1, k2 = _rotate(k1, k2, c, s)
+    p, total = _probabilities(q1, q2, k1, k2, live, scale * LOG2E)
+    o = tl.dot(p.to(values.dtype), values) / total[:, None]
+    o = tl.where(live[:, None], o, 0.0).to(out.dtype.element_ty)
+    tl.store(out + head * out_head + row[:, None] * out_row + column[None, :], o, mask=written[:, None])
 
 
 @triton.jit(do_not_specialize=["rows", "batch", "positions"])
-def _backward(grad, q, k, v, grad_q, grad_k, grad_v, offsets, cos, sin, rows, batch, positions, groups, scale,
+def _backward(grad, q, k, v, grad_q, grad_k, grad_v, offsets, cos, sin, rows, batch, positions, heads, scale,
               grad_row, grad_head, q_row, q_head, k_row, k_head, v_row, v_head, out_row, out_head,
-              BLOCK: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, ROPE: tl.constexpr,
-              INTERLEAVED: tl.constexpr):
+              BLOCK: tl.constexpr, HALF: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
     program = tl.program_id(0)
-    tile = program // groups
-    head = (program % groups * GROUP).to(tl.int64)
+    tile = program // heads
+    head = (program % heads).to(tl.int64)
     first, end, limit, start = _locate(offsets, batch, tile, rows, BLOCK)
     row = first + tl.arange(0, BLOCK)
     live = row < end
     written = row < limit
     if first >= end:
         if first < limit:
-            for i in range(GROUP):
-                _zero(grad_q + (head + i) * out_head, row, out_row, written, 2 * HALF)
-                _zero(grad_k + (head + i) * out_head, row, out_row, written, 2 * HALF)
-                _zero(grad_v + (head + i) * out_head, row, out_row, written, 2 * HALF)
+            _zero(grad_q + head * out_head, row, out_row, written, 2 * HALF)
+            _zero(grad_k + head * out_head, row, out_row, written, 2 * HALF)
+            _zero(grad_v + head * out_head, row, out_row, written, 2 * HALF)
         return
-    if ROPE:
-        c, s = _angles(cos, sin, start + tl.arange(0, BLOCK), positions, live, HALF)
+    position = start + tl.arange(0, BLOCK)
     column = tl.arange(0, 2 * HALF)[None, :]
-    for i in range(GROUP):
-        h = head + i
-        q1, q2 = _load_pair(q + h * q_head, row, q_row, live, HALF, INTERLEAVED)
-        k1, k2 = _load_pair(k + h * k_head, row, k_row, live, HALF, INTERLEAVED)
-        g = tl.load(grad + h * grad_head + row[:, None] * grad_row + column, mask=live[:, None], other=0.0)
-        values = tl.load(v + h * v_head + row[:, None] * v_row + column, mask=live[:, None], other=0.0)
-        if ROPE:
-            q1, q2 = _rotate(q1, q2, c, s)
-            k1, k2 = _rotate(k1, k2, c, s)
-        p, total = _probabilities(q1, q2, k1, k2, live, scale * LOG2E)
-        p = p / total[:, None]
-        dv = tl.dot(tl.trans(p.to(g.dtype)), g)
-        tl.store(grad_v + h * out_head + row[:, None] * out_row + column, dv.to(grad_v.dtype.element_ty),
-                 mask=written[:, None])
-        dp = tl.dot(g, tl.trans(values))
-        ds = (p * (dp - tl.sum(p * dp, 1)[:, None]) * scale).to(q1.dtype)
-        dq1, dq2 = tl.dot(ds, k1), tl.dot(ds, k2)
-        if ROPE:
-            dq1, dq2 = _rotate(dq1, dq2, c, -s)
-        _store_pair(grad_q + h * out_head, row, out_row, written, dq1, dq2, HALF, INTERLEAVED)
-        ds = tl.trans(ds)
-        dk1, dk2 = tl.dot(ds, q1), tl.dot(ds, q2)
-        if ROPE:
-            dk1, dk2 = _rotate(dk1, dk2, c, -s)
-        _store_pair(grad_k + h * out_head, row, out_row, written, dk1, dk2, HALF, INTERLEAVED)
+    q1, q2 = _load_pair(q + head * q_head, row, q_row, live, HALF, INTERLEAVED)
+    k1, k2 = _load_pair(k + head * k_head, row, k_row, live, HALF, INTERLEAVED)
+    g = tl.load(grad + head * grad_head + row[:, None] * grad_row + column, mask=live[:, None], other=0.0)
+    values = tl.load(v + head * v_head + row[:, None] * v_row + column, mask=live[:, None], other=0.0)
+    if ROPE:
+        c, s = _angles(cos, sin, position, positions, live, HALF)
+        q1, q2 = _rotate(q1, q2, c, s)
+        k1, k2 = _rotate(k1, k2, c, s)
+    p, total = _probabilities(q1, q2, k1, k2, live, scale * LOG2E)
+    p = p / total[:, None]
+    dv = tl.dot(tl.trans(p.to(g.dtype)), g)
+    tl.store(grad_v + head * out_head + row[:, None] * out_row + column, dv.to(grad_v.dtype.element_ty),
+             mask=written[:, None])
+    dp = tl.dot(g, tl.trans(values))
+    ds = (p * (dp - tl.sum(p * dp, 1)[:, None]) * scale).to(q1.dtype)
+    dq1, dq2 = tl.dot(ds, k1), tl.dot(ds, k2)
+    if ROPE:
+        c, s = _angles(cos, sin, position, positions, live, HALF)
+        dq1, dq2 = _rotate(dq1, dq2, c, -s)
+    _store_pair(grad_q + head * out_head, row, out_row, written, dq1, dq2, HALF, INTERLEAVED)
+    ds = tl.trans(ds)
+    dk1, dk2 = tl.dot(ds, q1), tl.dot(ds, q2)
+    if ROPE:
+        c, s = _angles(cos, sin, position, positions, live, HALF)
+        dk1, dk2 = _rotate(dk1, dk2, c, -s)
+    _store_pair(grad_k + head * out_head, row, out_row, written, dk1, dk2, HALF, INTERLEAVED)
 
 
 def _inner_contiguous(x: Tensor) -> Tensor:
@@ -206,15 +201,12 @@ def _launch(kernel, direction: str, inputs: list[Tensor], outputs: list[Tensor],
             out.zero_()
         return
     rope = cos.shape[0] > 0
-    config = dict(CONFIGS[direction, dim, rope])
-    while heads % config["GROUP"]:
-        config["GROUP"] //= 2
-    groups = heads // config["GROUP"]
     inputs = [_inner_contiguous(x) for x in inputs]
     strides = [n for x in (*inputs, outputs[0]) for n in x.stride()[:2]]
-    kernel[((rows // block + batch) * groups,)](
-        *inputs, *outputs, offsets, cos.contiguous(), sin.contiguous(), rows, batch, cos.shape[0], groups, scale,
-        *strides, BLOCK=block, HALF=dim // 2, ROPE=rope, INTERLEAVED=rope and interleaved, **config)
+    kernel[((rows // block + batch) * heads,)](
+        *inputs, *outputs, offsets, cos.contiguous(), sin.contiguous(), rows, batch, cos.shape[0], heads, scale,
+        *strides, BLOCK=block, HALF=dim // 2, ROPE=rope, INTERLEAVED=rope and interleaved, num_stages=1,
+        **CONFIGS[direction, dim, rope])
 
 
 def block_forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, cos: Tensor, sin: Tensor, max_length: int,
