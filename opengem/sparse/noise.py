@@ -22,7 +22,12 @@ def key(*parts: str | int) -> int:
     return zlib.crc32("/".join(map(str, parts)).encode())
 
 
-def bits(key: int, element: Tensor) -> Tensor:
+def step_keys(keys: Tensor, step: int) -> Tensor:
+    """Keys (int64 tensor) of one step from keys of parameters."""
+    return _mix(keys ^ (step & _LOW))
+
+
+def bits(key: int | Tensor, element: Tensor) -> Tensor:
     """Uniform 32-bit numbers in an int64 tensor; `element` int64, any shape, >= 0. Two rounds of a 32-bit finaliser."""
     return _mix((element & _LOW) ^ _mix((element >> 32) ^ key) & _LOW)
 
