@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from opengem.mesh import all_gather, reduce_scatter
 from opengem.sparse.table import Piece, Tables, sum_duplicates
 
 
@@ -107,21 +108,23 @@ class FullyShardedTables:
 
     def _update_average(self, rows: Tensor, grads: Tensor, lr: float) -> None:
         """Gather each chunk, update it with this rank's gradients, and keep the mean over ranks of this rank's part."""
-        own, step = self.own, self.own.updates
-        for chunk, ((first, where), whole) in enumerate(
-            zip(self._by_chunk(rows), self._gathered([own.weight, own.moment]), strict=True)
-        ):
-            pieces = [piece.cut(first, first + self.chunk_rows, 0) for piece in self.pieces_of_shard]
-            copy = Tables([p for p in pieces if p], 0, own.dim, rows.device, eps=own.eps, dtype=own.weight.dtype)
-            copy.weight, copy.moment = whole
-            copy.updates = step
-            copy.update(rows.index_select(0, where) - first, grads.index_select(0, where), lr)
-            for stored, updated in zip((own.weight, own.moment), whole, strict=True):
-                part = stored.narrow(0, chunk * self.span, self.span)
-                mean = torch.empty_like(part, dtype=torch.float32)
-                dist.reduce_scatter_tensor(mean, updated.float(), group=self.group)
-                part.copy_(mean / self.group.size())
-        own.updates = step + 1
+        chunks = zip(self._by_chunk(rows), self._gathered([self.weight, self.moment]), strict=True)
+        for chunk, ((first, where), whole) in enumerate(chunks):
+            self._update_chunk(chunk, whole, rows.index_select(0, where) - first, grads.index_select(0, where), lr)
+        self.own.updates += 1
+
+    def _update_chunk(self, chunk: int, whole: list[Tensor], rows: Tensor, grads: Tensor, lr: float) -> None:
+        first, own = chunk * self.chunk_rows, self.own
+        pieces = [piece.cut(first, first + self.chunk_rows, 0) for piece in self.pieces_of_shard]
+        copy = Tables([p for p in pieces if p], 0, own.dim, rows.device, eps=own.eps, dtype=own.weight.dtype)
+        copy.weight, copy.moment = whole
+        copy.updates = own.updates
+        copy.update(rows, grads, lr)
+        for stored, updated in zip((own.weight, own.moment), whole, strict=True):
+            part = stored.narrow(0, chunk * self.span, self.span)
+            mean = torch.empty_like(part, dtype=torch.float32)
+            reduce_scatter(mean, updated.float(), group=self.group)
+            part.copy_(mean / self.group.size())
 
     def _by_chunk(self, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
         """For each chunk its first row and which of `rows` lie in it (int64 positions)."""
@@ -142,15 +145,17 @@ class FullyShardedTables:
             for tensor in stored:
                 part = tensor.narrow(0, chunk * self.span, self.span)
                 whole = part.new_empty(self.chunk_rows, *part.shape[1:])
-                begun.append((whole, dist.all_gather_into_tensor(whole, part, group=self.group, async_op=True)))
+                begun.append((whole, all_gather(whole, part, group=self.group, async_op=True)))
             return begun
 
         ahead = start(0)
         for chunk in range(self.chunks):
-            now, ahead = ahead, start(chunk + 1) if chunk + 1 < self.chunks else []
-            for _, work in now:
+            for _, work in ahead:
                 work.wait()
-            yield [whole for whole, _ in now]
+            ready = [whole for whole, _ in ahead]
+            ahead = start(chunk + 1) if chunk + 1 < self.chunks else []
+            yield ready
+            ready.clear()  # or the consumer's name for it would keep this chunk while a third one is made
 
     def num_bytes(self) -> int:
         return self.own.num_bytes()

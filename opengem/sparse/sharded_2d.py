@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from opengem.mesh import all_gather
 from opengem.sparse.table import Piece, Tables, sum_duplicates
 
 
@@ -61,7 +62,7 @@ def average(tensor: Tensor, group: dist.ProcessGroup) -> None:
 def gather_rows(rows: Tensor, grads: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """(rows, gradients) of every rank of the group, in rank order. Ranks may bring different numbers, also none."""
     counts = rows.new_empty(group.size())
-    dist.all_gather_into_tensor(counts, rows.new_tensor([rows.shape[0]]), group=group)
+    all_gather(counts, rows.new_tensor([rows.shape[0]]), group=group)
     counts = counts.tolist()
     longest = max(counts)
 
@@ -69,7 +70,7 @@ def gather_rows(rows: Tensor, grads: Tensor, group: dist.ProcessGroup) -> tuple[
         padded = own.new_zeros(longest, *own.shape[1:])
         padded[: own.shape[0]] = own
         out = own.new_empty(group.size() * longest, *own.shape[1:])
-        dist.all_gather_into_tensor(out, padded, group=group)
+        all_gather(out, padded, group=group)
         parts = out.unflatten(0, (group.size(), longest)) if longest else [out] * group.size()
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
@@ -79,7 +80,7 @@ def gather_rows(rows: Tensor, grads: Tensor, group: dist.ProcessGroup) -> tuple[
 def assert_copies_equal(tensor: Tensor, what: str, group: dist.ProcessGroup) -> None:
     """RuntimeError unless every rank of the group holds the same bits (compares all of them; for checks)."""
     integers = {2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize]
-    lowest, highest = tensor.view(integers).int(), tensor.view(integers).int()
+    lowest, highest = (tensor.view(integers).to(torch.int32, copy=True) for _ in range(2))
     dist.all_reduce(lowest, dist.ReduceOp.MIN, group=group)
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
     wrong = (lowest != highest).flatten().nonzero()
