@@ -32,7 +32,9 @@ class Rule:
 
 # op -> rules, first match wins; "reference" always stands at the end. Each op's section is kept by its own folder's
 # author; measured crossovers belong here with a pointer to benchmarks/results.
-TABLE: dict[str, tuple[Rule, ...]] = {}
+TABLE: dict[str, tuple[Rule, ...]] = {
+    "sparse_lookup": (Rule("triton", "all tables in one launch; update fused with the sum of gradients"),),
+}
 
 _forced: list[str] = []  # a process-wide stack, not a context variable: autograd runs backward on its own threads
 

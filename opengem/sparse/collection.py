@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from opengem.config import SparseConfig
@@ -21,6 +20,7 @@ from opengem.data.batch import Batch, Embedded
 from opengem.data.schema import Feature, Schema
 from opengem.errors import UserError
 from opengem.jagged import Jagged
+from opengem.sparse.lookup.reference import sum_bags
 from opengem.sparse.table import Piece, Tables
 
 
@@ -144,7 +144,7 @@ class Leaves:
         counts = [0 if x is None else _values(x).shape[0] for x in inputs]
         for slot, x, part in zip(slots, inputs, vectors.split(counts), strict=True):
             if x is not None:
-                leaf = (pool(part, x.offsets) if slot.pooled else part).detach()
+                leaf = (pool(part, x) if slot.pooled else part).detach()
                 self.parts.append((slot, x, leaf.requires_grad_(torch.is_grad_enabled())))
         self.embedded = Embedded(
             sequences={slot.key: x.with_values(leaf) for slot, x, leaf in self.parts if slot.sequence},
@@ -335,9 +335,6 @@ def _check_part(state: dict[str, dict[str, Tensor]], kind: str, name: str, shape
         )
 
 
-def pool(vectors: Tensor, offsets: Tensor) -> Tensor:
-    """`[B, dim]`: the sum of each sample's vectors (`vectors` `[T, dim]`, `offsets` int64 `[B + 1]`); empty gives 0."""
-    if vectors.shape[0] == 0:
-        return vectors.new_zeros(offsets.shape[0] - 1, vectors.shape[1])
-    every = torch.arange(vectors.shape[0], device=vectors.device)
-    return F.embedding_bag(every, vectors, offsets, mode="sum", include_last_offset=True)
+def pool(vectors: Tensor, lists: Jagged) -> Tensor:
+    """`[B, dim]`: the sum of the vectors `[T, dim]` of each sample's ids; 0 for a sample without any."""
+    return sum_bags(vectors, torch.arange(vectors.shape[0], device=vectors.device), lists.offsets)

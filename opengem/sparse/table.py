@@ -10,10 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from opengem.sparse import noise
+from opengem.sparse.lookup import op
+from opengem.sparse.lookup.optimiser import Optimiser
+from opengem.sparse.lookup.reference import sum_segments
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,9 @@ class Tables:
         self.pieces, self.dim, self.eps, self.updates = list(pieces), dim, eps, 0
         self.weight = torch.zeros(rows, dim, dtype=dtype, device=device)
         self.moment = torch.zeros(rows, dtype=torch.float32, device=device)
-        kept = [piece for piece in self.pieces if piece.rows]
-        self.starts = torch.tensor([p.at for p in kept], device=device, dtype=torch.int64)
-        self.shifts = torch.tensor([p.first - p.at for p in kept], device=device, dtype=torch.int64)
-        self.keys = torch.tensor([noise.key("round", p.table) for p in kept], device=device, dtype=torch.int64)
+        self.optimiser = Optimiser("adagrad", eps)
+        runs = [(p.table, p.first, p.at) for p in self.pieces if p.rows]
+        self.rounding = noise.Rounding.of(runs, device)
 
     def initialise(self, std: float, seed: int) -> None:
         """Rows from N(0, std²), keyed by (seed, table, row), and a zero state."""
@@ -78,24 +79,10 @@ class Tables:
         weight -= lr * grad / (sqrt(moment) + eps). Rows not named stay as they are. N = 0 is a no-op.
         """
         self.updates += 1
-        if rows.shape[0] == 0:
-            return
-        touched, summed = sum_duplicates(rows, grads)
-        moment = self.moment.index_select(0, touched) + summed.square().mean(1)
-        self.moment.index_copy_(0, touched, moment)
-        scaled = summed / (moment.sqrt() + self.eps)[:, None]
-        weight = self.weight.index_select(0, touched).float() - lr * scaled
-        self.weight.index_copy_(0, touched, self._rounded(weight, touched))
-
-    def _rounded(self, weight: Tensor, rows: Tensor) -> Tensor:
-        """float32 values for `rows` in the tables' dtype; 16-bit stochastically, keyed by (table, step, element)."""
-        if self.weight.dtype == torch.float32:
-            return weight
-        piece = torch.searchsorted(self.starts, rows, right=True) - 1
-        columns = torch.arange(self.dim, device=rows.device)
-        element = (rows + self.shifts[piece])[:, None] * self.dim + columns
-        keys = noise.step_keys(self.keys, self.updates)
-        return noise.stochastic_round(weight, self.weight.dtype, noise.bits(keys[piece][:, None], element))
+        state, order = {"moment": self.moment}, op.sort_rows(self.weight, rows)
+        op.update(
+            self.weight, state, order, grads, self.optimiser, lr=lr, step=self.updates, rounding=self.rounding
+        )
 
     def num_bytes(self) -> int:
         """Persistent bytes of rows and state."""
@@ -111,9 +98,4 @@ class Tables:
 
 def sum_duplicates(rows: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
     """(distinct rows ascending, their summed gradients); summed in order of appearance, so the same bits every time."""
-    if rows.shape[0] == 0:
-        return rows, grads
-    ordered, order = rows.sort(stable=True)
-    touched, counts = torch.unique_consecutive(ordered, return_counts=True)
-    starts = counts.cumsum(0) - counts
-    return touched, F.embedding_bag(order, grads, starts, mode="sum")
+    return sum_segments(*rows.sort(stable=True), grads)
