@@ -21,6 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from opengem.errors import UserError
 
+# torch 2.11 knows only the second names, later ones warn about them.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass(frozen=True)
 class MeshSpec:

@@ -60,6 +60,7 @@ TABLE: dict[str, tuple[Rule, ...]] = {
                     accepts=lambda f: f["dtype"] in HALF),),
     "jagged_ops": (Rule("triton", "16-bit rows: one read, one write, no index tensors", capability=(9, 0),
                         accepts=lambda f: f["dtype"] in HALF),),
+    "sparse_lookup": (Rule("triton", "all tables in one launch; update fused with the sum of gradients"),),
 }
 
 _forced: list[str] = []  # a process-wide stack, not a context variable: autograd runs backward on its own threads
