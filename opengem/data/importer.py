@@ -141,38 +141,44 @@ def _read_events(
         parts["timestamp"].append(seconds(chunk, source.time, spec.units_per_s))
         for field in source.fields:
             parts[field.feature.name].append(_encode(chunk, field, vocabularies))
-        places.append(Chunk(chunk.path, chunk.rows, {}))
+        places.append(Chunk(chunk.path, chunk.rows, {}, chunk.listed))
     columns = {n: np.concatenate(p) if p else np.zeros(0, np.int64) for n, p in parts.items()}
     user, time = columns["user"], columns["timestamp"]
-    order = np.lexsort((time, user)) if source.sort else np.argsort(user, kind="stable")
-    _check_event_order(user[order], time[order], order, places, source)
-    columns = {n: c[order] for n, c in columns.items()}
     if source.distinct:
-        columns = _distinct(columns)
+        order = _first_of_each(columns)
+        order = order[np.lexsort((time[order], user[order]))]
+    else:
+        order = np.lexsort((time, user)) if source.sort else np.argsort(user, kind="stable")
+        _check_event_order(user[order], time[order], order, places, source)
+    columns = {n: c[order] for n, c in columns.items()}
     return np.bincount(columns.pop("user"), minlength=len(users.values)), columns
 
 
 def _check_event_order(user, time, order, places: list[Chunk], source: Source) -> None:
-    """Each user's events lie in time order in the files."""
-    falls = (user[1:] == user[:-1]) & (time[1:] < time[:-1])
-    if source.distinct or not falls.any():
-        return
-    at = int(order[int(falls.argmax()) + 1])
-    starts = running_sum(np.array([len(p.rows) for p in places]))
-    part = int(np.searchsorted(starts, at, "right")) - 1
-    raise UserError(
-        f"{places[part].place(at - int(starts[part]))}: this event is older than the same user's event before it; sort "
-        f'the file by {source.time!r} or set "sort": true in {source.where} ("distinct": true if it repeats histories)'
-    )
+    """Each user's events lie in time order in the files; lists of one user on several rows do not overlap in time."""
+    same = user[1:] == user[:-1]
+    wrong = same & (time[1:] < time[:-1])
+    fix = f'sort the file by {source.time!r} or set "sort": true'
+    if any(p.listed for p in places):
+        row = np.concatenate([p.rows if p.listed else np.zeros_like(p.rows) for p in places])[order]
+        overlap = same & (time[1:] == time[:-1]) & (row[1:] != row[:-1])
+        wrong, fix = wrong | overlap, f'{fix}, or "distinct": true if the rows repeat histories,'
+    if wrong.any():
+        at = int(order[int(wrong.argmax()) + 1])
+        starts = running_sum(np.array([len(p.rows) for p in places]))
+        part = int(np.searchsorted(starts, at, "right")) - 1
+        raise UserError(
+            f"{places[part].place(at - int(starts[part]))}: this event is not after the same user's event before it; "
+            f"{fix} in {source.where}"
+        )
 
 
-def _distinct(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """One of identical events of a user, in time order."""
-    keys = [c for n, c in columns.items() if n not in ("user", "timestamp")]
-    order = np.lexsort((*keys, columns["timestamp"], columns["user"]))
+def _first_of_each(columns: dict[str, np.ndarray]) -> np.ndarray:
+    """Positions of distinct events, the first of each, in the order of the files."""
+    order = np.lexsort(tuple(columns.values()))
     new = np.ones(len(order), bool)
     new[1:] = np.any([c[order][1:] != c[order][:-1] for c in columns.values()], axis=0)
-    return {n: c[order[new]] for n, c in columns.items()}
+    return np.sort(order[new])
 
 
 def _write_events(writer: Writer, histories: dict, users: Vocabulary) -> None:
@@ -246,8 +252,6 @@ def _check_sample_order(times: np.ndarray, newest: int | None, chunk: Chunk, sou
 def _save_vocabularies(folder: Path, vocabularies: dict[str, Vocabulary]) -> None:
     """`vocabulary/<table>.parquet`: id -> the value it stands for (id 0, unknown, is not listed)."""
     folder.mkdir(exist_ok=True)
-    for old in folder.glob("*.parquet"):
-        old.unlink()
     for table, vocabulary in vocabularies.items():
         ids = np.arange(1, len(vocabulary.values) + 1)
         pq.write_table(pa.table({"id": ids, "value": vocabulary.values}), folder / f"{table}.parquet")

@@ -111,11 +111,11 @@ def _read(campaigns: tuple[str, ...], policies: tuple[str, ...]) -> tuple[pa.Tab
         raise UserError("openbandit: campaigns and policies must each name at least one")
     folder = Path(found.submodule_search_locations[0]) / "dataset" / "obd"
     logs, items, first = [], [], 1
-    for number, campaign in enumerate(campaigns):
+    for campaign in campaigns:
         context = _csv(folder / policies[0] / campaign / "item_context.csv")
         for policy in policies:
             log = _csv(folder / policy / campaign / f"{campaign}.csv")
-            logs.append(_impressions(log, first, campaign=number, policy=POLICIES.index(policy)))
+            logs.append(_impressions(log, first, campaign=CAMPAIGNS.index(campaign), policy=POLICIES.index(policy)))
         items.append(context.select([n for n in context.column_names if n.startswith("item_feature")]))
         first += len(context)
     return pa.concat_tables(logs).sort_by("timestamp"), pa.concat_tables(items)

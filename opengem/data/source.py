@@ -29,11 +29,13 @@ class Chunk:
     """Consecutive rows of one file.
 
     rows: row in the file of each value, counted from 0 and without a header. columns: one Arrow array each, flat.
+    listed: the file holds lists, so that several values come from one row.
     """
 
     path: Path
     rows: np.ndarray
     columns: dict[str, pa.Array]
+    listed: bool = False
 
     def place(self, i: int) -> str:
         return f"{self.path}, row {self.rows[i]}"
@@ -112,7 +114,7 @@ def _explode(chunk: Chunk, user: str) -> Chunk:
         flat[name] = _plain(pc.list_flatten(array))
     row = np.repeat(np.arange(len(lengths)), lengths)
     flat[user] = chunk.columns[user].take(pa.array(row))
-    return Chunk(chunk.path, chunk.rows[row], flat)
+    return Chunk(chunk.path, chunk.rows[row], flat, listed=True)
 
 
 def sorted_chunks(read: Iterator[Chunk], source: Source, units_per_s: int) -> Iterator[Chunk]:
