@@ -98,15 +98,15 @@ def build(
     seed: int = 0,
     overwrite: bool = False,
 ) -> None:
-    """Write a synthetic data set whose best possible NE is known, with the oracle beside it.
+    """Write a synthetic data set whose best possible NE is known.
 
-    OUT gets the data set, oracle.json (best NE per label and split, and the price of missing each mechanism) and
-    oracle.parquet (true probabilities and terms, row by row, for evaluation only).
+    Beside it go oracle.json (best NE per label and split, the price of missing each mechanism) and oracle.parquet
+    (true probabilities and terms of each row, for evaluation only).
 
     Args:
         out: folder to make.
         users: number of users, each with one history.
-        samples: number of impressions, spread evenly over users and over the last week; the last fifth is the test.
+        samples: number of impressions, even over users and over a week; the last fifth is the test split.
         lengths: law of the history length, e.g. lognormal(64), fill(0.5), zipf(1.2), retail, kuairand1k.
         max_length: longest history; use a model that keeps at least this many events.
         base_rate: mean click probability.
@@ -127,7 +127,8 @@ def build(
     rngs = [np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(3 + len(EXTRA_STREAMS))]
     world = make_world(law.draw(users, max_length, rngs[0]), categories, items, mechanisms, rngs[0])
     sample = impressions(world, samples, rngs[1])
-    dense = _dense(world, sample, recency_s or 4 * SPAN * users / max(1, world.offsets[-1]))
+    recency_s = recency_s or 4 * SPAN * users / max(1, int(world.offsets[-1]))
+    dense = _dense(world, sample, recency_s)
     terms, constants = _terms(world, sample, dense, mechanisms)
     click = _head("click", terms, base_rate, strength)
     heads = {"click": click, "convert": _head("convert", terms, convert_rate, convert_strength, click.p)}
@@ -137,15 +138,12 @@ def build(
         for name, rng in zip(EXTRA_STREAMS[: streams - 1], rngs[3:], strict=False)
     }
     schema = _schema(categories, items, streams)
-    with Writer(out, schema, overwrite=overwrite) as writer:
-        writer.write_events({"history": (np.diff(world.offsets), world.columns), **extra}, np.arange(users))
-        for columns in _rows(world, sample | dense, labels, extra):
-            writer.write_samples(columns)
-    report = {"seed": seed, "lengths": lengths, "max_length": max_length, "block": BLOCK, "motif": MOTIF}
-    report |= _report(schema, heads, terms, sample["timestamp"], labels) | {"terms": constants}
-    (Path(out) / "oracle.json").write_text(json.dumps(report, indent=1) + "\n")
-    _write_side_file(Path(out), heads, terms)
-    _announce(out, report, len(world.inside) - 1, samples, time.monotonic() - start)
+    _write_data(out, schema, world, sample | dense, labels, extra, overwrite)
+    report = {"seed": seed, "lengths": lengths, "max_length": max_length, "recency_s": recency_s}
+    report |= {"block": BLOCK, "motif": MOTIF, "terms": constants}
+    report |= _report(schema, heads, terms, sample["timestamp"], labels)
+    _write_oracle(Path(out), report, heads, terms)
+    print(f"{out}: {samples:,} samples, {world.offsets[-1]:,} events, {time.monotonic() - start:.1f} s")
 
 
 def _check(users, samples, base_rate, strength, convert_rate, convert_strength, mechanisms, categories, items, streams):
@@ -287,6 +285,14 @@ def _head(label: str, terms: dict[str, Term], rate: float, strength: float, weig
     return Head(base, weights, base + scale * score)
 
 
+def _write_data(out: Path, schema: Schema, world: World, sample, labels, extra, overwrite: bool) -> None:
+    with Writer(out, schema, overwrite=overwrite) as writer:
+        histories = {"history": (np.diff(world.offsets), world.columns), **extra}
+        writer.write_events(histories, np.arange(len(world.segment)))
+        for columns in _rows(world, sample, labels, extra):
+            writer.write_samples(columns)
+
+
 def _rows(world: World, sample, labels, extra) -> Iterator[dict[str, np.ndarray]]:
     """Columns of the samples, 2^18 rows at a time."""
     for first in range(0, len(sample["user"]), 1 << 18):
@@ -346,7 +352,7 @@ def _expected(label: Label, heads: dict[str, Head], terms: dict[str, Term], rows
     return {"ne": ne, "without": missing}
 
 
-def _observed(label: Label, heads: dict[str, Head], labels, defined, part: slice, base_rate: float) -> dict:
+def _observed(label: Label, heads: dict[str, Head], labels, defined, part: slice, base_rate: float | None) -> dict:
     """How the true probabilities score on the labels that were drawn, as a model's predictions would be scored."""
     known = defined[part]
     truth, p = labels[label.name][part][known], heads[label.name].p[part][known]
@@ -358,25 +364,22 @@ def _observed(label: Label, heads: dict[str, Head], labels, defined, part: slice
         "label_rate": float(truth.mean()),
         "label_logloss": float(loss.mean()),
         "label_logloss_se": float(loss.std() / np.sqrt(len(loss))),
-        "label_ne": float(loss.mean() / entropy(base_rate)),
-        "label_auc": auc(truth, p),
+        "label_ne": float(loss.mean() / entropy(base_rate)) if base_rate and base_rate < 1 else None,
+        "label_auc": auc(truth, p) if 0 < truth.mean() < 1 else None,
     }
 
 
-def _write_side_file(out: Path, heads: dict[str, Head], terms: dict[str, Term]) -> None:
+def _write_oracle(out: Path, report: dict, heads: dict[str, Head], terms: dict[str, Term]) -> None:
+    (out / "oracle.json").write_text(json.dumps(report, indent=1) + "\n")
     columns = {f"p.{label}": head.p for label, head in heads.items()}
     columns |= {f"term.{name}": term.value for name, term in terms.items()}
     table = pa.table({name: pa.array(values.astype(np.float32)) for name, values in columns.items()})
     pq.write_table(table, out / "oracle.parquet", compression="zstd")
-
-
-def _announce(out, report: dict, events: int, samples: int, seconds: float) -> None:
-    print(f"{out}: {samples:,} samples, {events:,} events, {seconds:.1f} s")
     for label, facts in report["labels"].items():
         test = facts["splits"]["test"]
-        if "ne" in test:
+        if test.get("without"):
             prices = ", ".join(f"{name} {cost['price_percent']:.1f} %" for name, cost in test["without"].items())
-            print(f"  {label}: best possible test NE {test['ne']:.4f}; price of missing {prices}")
+            print(f"{label}: best possible test NE {test['ne']:.4f}; price of missing {prices}")
 
 
 def _mean(values: np.ndarray, where: np.ndarray) -> float | None:
