@@ -100,8 +100,7 @@ def build(
 ) -> None:
     """Write a synthetic data set whose best possible NE is known.
 
-    Beside it go oracle.json (best NE per label and split, the price of missing each mechanism) and oracle.parquet
-    (true probabilities and terms of each row, for evaluation only).
+    Beside it go oracle.json (best NE, price of each mechanism) and oracle.parquet (the truth, for evaluation only).
 
     Args:
         out: folder to make.
@@ -133,16 +132,12 @@ def build(
     click = _head("click", terms, base_rate, strength)
     heads = {"click": click, "convert": _head("convert", terms, convert_rate, convert_strength, click.p)}
     labels = _labels(heads, rngs[2])
-    extra = {
-        name: noise_stream(law.draw(users, max_length, rng), world, rng)
-        for name, rng in zip(EXTRA_STREAMS[: streams - 1], rngs[3:], strict=False)
-    }
+    names = EXTRA_STREAMS[: streams - 1]
+    extra = {n: noise_stream(law.draw(users, max_length, r), world, r) for n, r in zip(names, rngs[3:], strict=False)}
     schema = _schema(categories, items, streams)
     _write_data(out, schema, world, sample | dense, labels, extra, overwrite)
-    report = {"seed": seed, "lengths": lengths, "max_length": max_length, "recency_s": recency_s}
-    report |= {"block": BLOCK, "motif": MOTIF, "terms": constants}
-    report |= _report(schema, heads, terms, sample["timestamp"], labels)
-    _write_oracle(Path(out), report, heads, terms)
+    facts = {"seed": seed, "lengths": lengths, "max_length": max_length, "recency_s": recency_s, "terms": constants}
+    _write_oracle(Path(out), facts | _report(schema, heads, terms, sample["timestamp"], labels), heads, terms)
     print(f"{out}: {samples:,} samples, {world.offsets[-1]:,} events, {time.monotonic() - start:.1f} s")
 
 
@@ -314,7 +309,8 @@ def _rows(world: World, sample, labels, extra) -> Iterator[dict[str, np.ndarray]
 def _report(schema: Schema, heads: dict[str, Head], terms: dict[str, Term], times: np.ndarray, labels) -> dict:
     """The scores in oracle.json."""
     bounds = {name: np.searchsorted(times, span).tolist() for name, span in schema.splits.items()}
-    report = {"mechanisms": list(terms), "rows": {name: last - first for name, (first, last) in bounds.items()}}
+    report = {"block": BLOCK, "motif": MOTIF, "mechanisms": list(terms)}
+    report |= {"rows": {name: last - first for name, (first, last) in bounds.items()}}
     report["labels"] = {}
     for label in schema.labels:
         defined = labels[label.given] > 0 if label.given else np.ones(len(times), bool)
