@@ -43,7 +43,7 @@ def _schedule_kernel(
     records_ptr, q_offsets_ptr, kv_offsets_ptr, total, batch, steps, slots,
     BLOCK: tl.constexpr, ITEM_ROWS: tl.constexpr,
 ):
-    """Five int32 for each slot: first query row, query rows (0: no item), position of the first, first key row, keys."""
+    """Five int32 a slot: first query row, query rows (0: no item), position of the first, first key row, keys."""
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     low = tl.zeros([BLOCK], tl.int32)
     high = tl.zeros([BLOCK], tl.int32) + batch
@@ -156,9 +156,10 @@ def _softmax_step(
 def _attend(
     tile, tiles, count, o, p, row_max, row_sum, q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, position,
     step, n, scale2, left, right, MASK: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr,
+    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):
-    """`tiles` tiles downwards from `tile`. On entry `p` belongs to tile number `count - 1`, not yet multiplied with V."""
+    """`tiles` tiles downwards from `tile`. On entry `p` is of tile `count - 1`, not yet multiplied with V."""
     for back in range(tiles):
         at = count % STAGES
         mbarrier.wait(k_full.index(at), (count // STAGES) & 1)
@@ -322,7 +323,7 @@ def forward(
     max_q: int, max_kv: int, options: Options,
 ) -> tuple[Tensor, Tensor]:
     """As `reference.forward`, for what `takes` says; everything else goes to the portable kernels."""
-    if not takes(q, k, v):
+    if not takes(q, k, v, bias):
         return portable.forward(q, k, v, q_offsets, kv_offsets, bias, max_q, max_kv, options)
     total, heads, dim = q.shape
     batch = q_offsets.shape[0] - 1
@@ -344,13 +345,15 @@ def forward(
 backward = portable.backward
 
 
-def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether TMA can read these rows: heads side by side, 16-byte aligned, nothing empty, row numbers in 32 bits."""
+def takes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
+    """No bias, head_dim 64 or 128, and rows TMA can read: heads side by side, 16-byte aligned, not empty."""
+    if bias is not None or q.shape[2] not in STAGES or q.dtype not in (torch.bfloat16, torch.float16):
+        return False
     return all(
         x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
         and 0 < x.shape[0] < 2**31 - 2 * ROWS
         for x in (q, k, v)
-    ) and q.shape[1] > 0
+    )
 
 
 def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:

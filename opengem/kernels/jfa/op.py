@@ -127,6 +127,10 @@ def _kernels(q: Tensor, bias: Tensor | None, relative: bool):
     chosen = backend.implementation("jfa", q.device, dtype=q.dtype, head_dim=q.shape[2], bias=kind)
     if chosen == "reference":
         return reference
+    if chosen == "gluon":
+        from opengem.kernels.jfa import gluon_sm90
+
+        return gluon_sm90
     from opengem.kernels.jfa import triton
 
     return triton
