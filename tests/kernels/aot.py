@@ -26,7 +26,7 @@ class CompileError(AssertionError):
 
 def compile_ahead(kernel: str, types: dict[str, str], constants: dict, *, capability: int = 90,
                   aligned: tuple[str, ...] = (), timeout: int = 300, python: str = sys.executable, **options) -> dict:
-    """Compile `module:function`; returns ptx, registers, spill_bytes, shared (bytes) and warps. `options`: num_warps, ..."""
+    """Compile `module:function`; returns ptx, registers, spill_bytes, shared (bytes), warps. options: num_warps, ..."""
     request = {"kernel": kernel, "types": types, "constants": constants, "capability": capability,
                "aligned": list(aligned), "options": options}
     with tempfile.TemporaryDirectory() as cache:
@@ -63,7 +63,8 @@ def _compile_here(request: dict) -> dict:
     types, constants = request["types"], request["constants"]
     signature = {arg: "constexpr" if arg in constants else types[arg] for arg in kernel.arg_names}
     pointers = {arg for arg, kind in signature.items() if kind.startswith("*")}
-    attributes = {(kernel.arg_names.index(arg),): [["tt.divisibility", 16]] for arg in pointers | set(request["aligned"])}
+    aligned = pointers | set(request["aligned"])
+    attributes = {(kernel.arg_names.index(arg),): [["tt.divisibility", 16]] for arg in aligned}
     compiled = triton.compile(ASTSource(kernel, signature, constants, attributes),
                               target=GPUTarget("cuda", request["capability"], 32), options=request["options"])
     registers, spills = _ptxas_usage(compiled.asm["ptx"], request["capability"])

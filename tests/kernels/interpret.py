@@ -32,4 +32,4 @@ def close_to(got: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor) -> Non
     error = (got.double() - exact).abs().max() if got.numel() else 0
     allowed = (plain.double() - exact).abs().max() if got.numel() else 0
     step = torch.finfo(got.dtype).eps * (exact.abs().max() if got.numel() else 0)
-    assert error <= 2 * allowed + step, f"largest error {float(error):.3g}, allowed 2 x {float(allowed):.3g} + {step:.3g}"
+    assert error <= 2 * allowed + step, f"largest error {error:.3g}, allowed 2 x {allowed:.3g} + {step:.3g}"

@@ -155,8 +155,8 @@ def _bmm(values, dense, offsets, out, rows, batch, inner, columns, dense_batch, 
     for start in range(0, inner, BK):
         k = start + tl.arange(0, BK)
         left = tl.load(values + row[:, None] * inner + k[None, :], mask=live[:, None] & (k < inner)[None, :], other=0.0)
-        right = tl.load(dense + low.to(tl.int64) * dense_batch + k[:, None] * dense_inner + column[None, :] * dense_column,
-                        mask=(k < inner)[:, None] & inside[None, :], other=0.0)
+        weight = dense + low.to(tl.int64) * dense_batch + k[:, None] * dense_inner + column[None, :] * dense_column
+        right = tl.load(weight, mask=(k < inner)[:, None] & inside[None, :], other=0.0)
         total = tl.dot(left, right, total)
     tl.store(out + row[:, None] * columns + column[None, :], total.to(out.dtype.element_ty),
              mask=written[:, None] & inside[None, :])
@@ -175,8 +175,9 @@ def _bmm_backward(grad, values, offsets, out, inner, columns, BM: tl.constexpr, 
     for first in range(start, end, BM):
         row = first + tl.arange(0, BM)
         live = (row < end)[:, None]
-        left = tl.load(values + row[:, None] * inner + k[None, :], mask=live & (k < inner)[None, :], other=0.0)
-        right = tl.load(grad + row[:, None] * columns + column[None, :], mask=live & (column < columns)[None, :], other=0.0)
+        left_mask, right_mask = live & (k < inner)[None, :], live & (column < columns)[None, :]
+        left = tl.load(values + row[:, None] * inner + k[None, :], mask=left_mask, other=0.0)
+        right = tl.load(grad + row[:, None] * columns + column[None, :], mask=right_mask, other=0.0)
         total = tl.dot(tl.trans(left), right, total)
     tl.store(out + (sample * inner + k)[:, None] * columns + column[None, :], total.to(out.dtype.element_ty),
              mask=(k < inner)[:, None] & (column < columns)[None, :])

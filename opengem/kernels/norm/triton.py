@@ -1,7 +1,8 @@
 """Norms on a GPU: a program holds whole rows, so x is read once and y (or its 8-bit blocks) written once.
 
-The backward runs a fixed number of programs that walk the rows; each keeps its share of the weight and bias gradients in
-registers and stores it once, and a second small sum over the shares finishes them: no atomics, the same bits every run.
+The backward runs a fixed number of programs that walk the rows; each keeps its share of the weight and bias gradients
+in registers and stores it once, and a second small sum over the shares finishes them: no atomics, the same bits every
+run.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from opengem.kernels.mx import triton as mx
+from opengem.kernels.mx.triton import quantize_tile
+
 TILE = 8192  # elements of a tile of the forward, with eight warps
 BACKWARD_TILE = 4096  # the same for the backward, which holds more of them
 BACKWARD_PROGRAMS = 4  # an SM
+WIDEST_QUANTIZED = 1024  # 32 rows of it stay in the registers of sixteen warps
 
 
 @triton.jit
@@ -77,7 +82,6 @@ def _forward_mx(x, residual, weight, bias, data, scale, total, mean_out, rstd_ou
                 CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
                 WIDTH: tl.constexpr):
     """A program takes 32 whole rows: their norm, then one E8M0 scale per 32 columns (`mx.reference`, bit for bit)."""
-    BLOCKS: tl.constexpr = WIDTH // 32
     row = tl.program_id(0).to(tl.int64) * 32 + tl.arange(0, 32)
     columns = tl.arange(0, WIDTH)
     mask = (row < rows)[:, None] & (columns < width)[None, :]
@@ -86,16 +90,10 @@ def _forward_mx(x, residual, weight, bias, data, scale, total, mean_out, rstd_ou
     unit, mean, rstd = _normalised(values, columns, width, eps, CENTERED)
     unit = _affine(unit, weight, bias, columns, width, WEIGHT, BIAS)
     _store_statistics(mean_out, rstd_out, row, rows, mean, rstd, CENTERED)
-    unit = tl.where(mask, unit.to(x.dtype.element_ty).to(tl.float32), 0.0)
-    blocks = tl.reshape(unit, [32, BLOCKS, 32])
-    bits = blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # ordered as magnitudes, NaN above all
-    largest = tl.max(tl.max(bits, 2), 0)
-    exponent = (largest >> 23) - 8 + ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
-    exponent = tl.where(largest >= 0x7F800000, 255, tl.maximum(exponent, 0))
-    inverse = (tl.where(exponent == 255, 127, 254 - exponent) << 23).to(tl.float32, bitcast=True)
-    scaled = tl.reshape(blocks * inverse[None, :, None], [32, WIDTH])
+    rounded = unit.to(x.dtype.element_ty).to(tl.float32)
+    scaled, exponent = quantize_tile(tl.where(mask, rounded, 0.0), WIDTH)
     tl.store(data + pointer, scaled.to(data.dtype.element_ty), mask=mask)
-    block = tl.arange(0, BLOCKS)
+    block = tl.arange(0, WIDTH // 32)
     used = tl.cdiv(width, 32)
     tl.store(scale + tl.program_id(0).to(tl.int64) * used + block, exponent.to(tl.uint8), mask=block < used)
 
@@ -174,7 +172,10 @@ def norm_forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias
 
 def norm_quantize_forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
                           centered: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See `reference.norm_quantize_forward`."""
+    """See `reference.norm_quantize_forward`; rows wider than WIDEST_QUANTIZED are normalised, then quantised."""
+    if x.shape[1] > WIDEST_QUANTIZED:
+        y, *rest = norm_forward(x, residual, weight, bias, eps, centered)
+        return *mx.quantize(y), *rest
     x = x.contiguous()
     rows, width = x.shape
     data = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)

@@ -1,5 +1,5 @@
-"""Rotary embedding on a GPU: one read, one write; a program takes some rows with all their heads, so that cos and sin are
-loaded once for all heads, and finds its rows' positions by binary search in the offsets."""
+"""Rotary embedding on a GPU: one read, one write; a program takes some rows with all their heads, so that cos and sin
+are loaded once for all heads, and finds its rows' positions by binary search in the offsets."""
 
 from __future__ import annotations
 

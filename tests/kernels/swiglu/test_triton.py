@@ -17,7 +17,8 @@ def run(kind, x, seed):
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "width"), [(0, 8), (1, 8), (33, 1000), (5, 4096)] if GPU else [(0, 8), (33, 24), (2, 1030)])
+@pytest.mark.parametrize(
+    ("rows", "width"), [(0, 8), (1, 8), (33, 1000), (5, 4096)] if GPU else [(0, 8), (33, 24), (2, 1030)])
 def test_matches_the_reference(rows, width, dtype, poisoned_empty):
     x = (torch.randn(rows, 2 * width, device=DEVICE) * 3).to(dtype)
     seed = torch.randn(rows, width, device=DEVICE).to(dtype)
