@@ -210,9 +210,12 @@ def _dkdv_tiles(
         q, dout = q_ring.index(at), do_ring.index(at)
         start = (tile - back) * STREAM
         query = start + step
-        live = query < m
-        lse2 = gl.load(lse_ptr + query, mask=live, other=float("inf")) * LOG2E
-        lse2 = gl.where(lse2 == float("-inf"), float("inf"), lse2)
+        if MASK:
+            live = query < m
+            lse2 = gl.load(lse_ptr + query, mask=live, other=float("inf")) * LOG2E
+            lse2 = gl.where(lse2 == float("-inf"), float("inf"), lse2)
+        else:
+            lse2 = gl.load(lse_ptr + query) * LOG2E
         mbarrier.wait(full.index(at), (count // STAGES) & 1)
         if MASK:
             if m - start < STREAM:
@@ -232,7 +235,10 @@ def _dkdv_tiles(
             p = gl.where(visible, p, 0.0)
         weights = gl.convert_layout(p.to(q_ring.dtype), P_LAYOUT)
         dv_next = warpgroup_mma(weights, dout, dv, is_async=True)
-        delta = gl.load(delta_ptr + query, mask=live, other=0.0)
+        if MASK:
+            delta = gl.load(delta_ptr + query, mask=live, other=0.0)
+        else:
+            delta = gl.load(delta_ptr + query)
         dp = warpgroup_mma_wait(1, deps=[dp_next])
         ds = gl.convert_layout((p * (dp - delta[None, :])).to(q_ring.dtype), P_LAYOUT)
         dk_next = warpgroup_mma(ds, q, dk, is_async=True)
