@@ -39,9 +39,9 @@ MASKS = {"full": Mask(), "causal": Mask(causal=True), "window": Mask(window=(70,
 def check(implementation: str, dim: int, backward: bool, blocks: int = 0) -> None:
     """All edge lengths and masks in bf16, one mask in fp16; `blocks` limits a persistent grid so that items queue."""
     if blocks:
-        from opengem.kernels.jfa import gluon_sm90
+        from opengem.kernels.jfa import gluon_sm90, gluon_sm90_backward
 
-        gluon_sm90._multiprocessors = lambda device: blocks
+        gluon_sm90._multiprocessors = gluon_sm90_backward._multiprocessors = lambda device: blocks
     for dtype in (torch.bfloat16, torch.float16):
         for name, mask in MASKS.items():
             worst = {}
@@ -110,8 +110,8 @@ CASES = {
 }
 
 
-def timed(version: str) -> None:
-    """Forward, and backward where the version has one, on every case."""
+def timed(version: str, backward: bool = False) -> None:
+    """Forward or backward on every case; the ladder's forward kernels know full attention only."""
     for name, (make_lengths, most, dim, mask) in CASES.items():
         lengths = make_lengths()
         q, k, v, offsets = make_inputs(lengths, dim, torch.device("cuda"), 0)
@@ -134,8 +134,10 @@ def timed(version: str) -> None:
                 with backend.force(version):
                     return jagged_flash_attention(
                         q, k, v, offsets, max_q=most, causal=mask.causal, window=mask.window)  # noqa: B023
-        ms, low, high = median_ms(run)
-        emit(time=version, case=name, fwd_ms=ms, fwd_tflops=flops / ms / 1e9, spread=[low, high])
+        if not backward:
+            ms, low, high = median_ms(run)
+            emit(time=version, case=name, fwd_ms=ms, fwd_tflops=flops / ms / 1e9, spread=[low, high])
+            continue
         out = run()
         dout = torch.randn_like(out)
         with backend.force("triton" if version == "torch_varlen_fa2" else version):
@@ -199,9 +201,15 @@ WORK = {
     "check_gluon_128": lambda: check("gluon", 128, False),
     "check_gluon_64": lambda: check("gluon", 64, False),
     "check_gluon_128_queued": lambda: check("gluon", 128, False, blocks=7),
+    "check_gluon_backward_128": lambda: check("gluon", 128, True),
+    "check_gluon_backward_64": lambda: check("gluon", 64, True),
+    "check_gluon_backward_128_queued": lambda: check("gluon", 128, True, blocks=7),
     "time_triton": lambda: timed("triton"),
     "time_gluon": lambda: timed("gluon"),
     "time_fa2": lambda: timed("torch_varlen_fa2"),
+    "time_triton_backward": lambda: timed("triton", backward=True),
+    "time_gluon_backward": lambda: timed("gluon", backward=True),
+    "time_fa2_backward": lambda: timed("torch_varlen_fa2", backward=True),
     "time_mask_all": lambda: timed("mask_all"),
     "time_subtract": lambda: timed("subtract"),
     "time_mask_tail": lambda: timed("mask_tail"),
