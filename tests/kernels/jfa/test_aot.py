@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels, without a GPU: the right matrix instruction, shared memory that fits, spills."""
+"""What the compiler makes of the kernels, without a GPU: the right instruction, shared memory that fits, no spills."""
 
 from __future__ import annotations
 
