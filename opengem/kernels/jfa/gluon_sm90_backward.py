@@ -217,7 +217,7 @@ def _dkdv_tiles(
         else:
             lse2 = gl.load(lse_ptr + query) * LOG2E
         mbarrier.wait(full.index(at), (count // STAGES) & 1)
-        if MASK:
+        if MASK:  # noqa: SIM102 (a constant and a value of the kernel do not combine)
             if m - start < STREAM:
                 _clear_rows(q, m - start, STREAM, HEAD_DIM)
                 _clear_rows(dout, m - start, STREAM, HEAD_DIM)
@@ -235,10 +235,7 @@ def _dkdv_tiles(
             p = gl.where(visible, p, 0.0)
         weights = gl.convert_layout(p.to(q_ring.dtype), P_LAYOUT)
         dv_next = warpgroup_mma(weights, dout, dv, is_async=True)
-        if MASK:
-            delta = gl.load(delta_ptr + query, mask=live, other=0.0)
-        else:
-            delta = gl.load(delta_ptr + query)
+        delta = gl.load(delta_ptr + query, mask=live, other=0.0) if MASK else gl.load(delta_ptr + query)
         dp = warpgroup_mma_wait(1, deps=[dp_next])
         ds = gl.convert_layout((p * (dp - delta[None, :])).to(q_ring.dtype), P_LAYOUT)
         dk_next = warpgroup_mma(ds, q, dk, is_async=True)
