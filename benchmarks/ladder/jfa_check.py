@@ -126,6 +126,10 @@ def timed(version: str, backward: bool = False) -> None:
                 ms, low, high = median_ms(lambda: forward(q, k, v, offsets, version))  # noqa: B023
             emit(time=version, case=name, fwd_ms=ms, fwd_tflops=flops / ms / 1e9, spread=[low, high])
             continue
+        if version in ("atomic", "owner"):
+            if mask == Mask():
+                emit(time=version, case=name, **_ladder_backward(version, q, k, v, offsets, most, flops))
+            continue
         if version == "torch_varlen_fa2":
             def run():
                 return torch_varlen_fa2(most, mask, q, k, v, offsets)  # noqa: B023
@@ -144,6 +148,21 @@ def timed(version: str, backward: bool = False) -> None:
             ms, low, high = median_ms(
                 lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))  # noqa: B023
         emit(time=version, case=name, bwd_ms=ms, bwd_tflops=2.5 * flops / ms / 1e9, spread=[low, high])
+
+
+def _ladder_backward(version: str, q, k, v, offsets, most: int, flops: int) -> dict:
+    """Time of a ladder backward, and its largest difference to the package's, relative to the largest gradient."""
+    from benchmarks.ladder.jfa_backward import backward
+
+    with backend.force("triton"):
+        out, lse = jagged_flash_attention(q, k, v, offsets, max_q=most, return_lse=True)
+        dout = torch.randn_like(out)
+        want = torch.autograd.grad(out, (q, k, v), dout)
+    with torch.no_grad():
+        got = backward(dout, q, k, v, out, lse, offsets, version)
+        ms, low, high = median_ms(lambda: backward(dout, q, k, v, out, lse, offsets, version))
+    gap = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, want, strict=True))
+    return {"bwd_ms": ms, "bwd_tflops": 2.5 * flops / ms / 1e9, "spread": [low, high], "gap": gap}
 
 
 def machine() -> None:
@@ -213,6 +232,8 @@ WORK = {
     "time_mask_all": lambda: timed("mask_all"),
     "time_subtract": lambda: timed("subtract"),
     "time_mask_tail": lambda: timed("mask_tail"),
+    "time_atomic": lambda: timed("atomic"),
+    "time_owner": lambda: timed("owner"),
     "host_triton": lambda: host_time("triton"),
     "host_gluon": lambda: host_time("gluon"),
     "check_triton_64": lambda: check("triton", 64, True),
