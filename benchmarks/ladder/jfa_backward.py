@@ -83,7 +83,7 @@ def _kernel(
 
 
 def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, offsets: Tensor, version: str):
-    """(dq, dk, dv) of full self-attention with scale `1 / sqrt(D)`; dense q, k, v, dout `[T, H, D]`, D a power of two."""
+    """(dq, dk, dv) of full self-attention, scale `1 / sqrt(D)`; dense q, k, v, dout `[T, H, D]`, D a power of two."""
     total, heads, dim = q.shape
     batch = offsets.shape[0] - 1
     delta = torch.empty_like(lse)
