@@ -1,7 +1,8 @@
-"""Host side of the Triton kernels: tile sizes, grids and buffers. No value is read from the device."""
+"""Host side of the fast kernels: tile sizes, grids, buffers, descriptors. No value is read from the device."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,10 @@ DKDV = {32: (64, 128, 8, 3), 64: (64, 128, 8, 3), 128: (64, 128, 8, 2), 256: (32
 NARROW_FWD = {32: (128, 4, 3), 64: (64, 4, 3), 128: (64, 4, 3), 256: (64, 8, 2)}
 NARROW_BWD = {32: (64, 4, 3), 64: (64, 4, 3), 128: (64, 4, 2), 256: (64, 8, 2)}
 HEAD_DIMS = (32, 64, 96, 128, 256)
+
+GLUON_HEAD_DIMS = (64, 128)
+GLUON_KEYS = 128  # key rows of a tile
+GLUON_STAGES = 2  # of queries, of keys and of values; two tiles of keys can stay for a whole sample
 
 
 class Plan(NamedTuple):
@@ -51,22 +56,24 @@ def deal(
     schedule = torch.empty(size, dtype=torch.int32, device=q.device)
     if plan.batch:
         own = 32
-        kernels.deal_tiles[(_cdiv(plan.batch, own), 2)](
-            q_offsets, kv_offsets, schedule, plan.batch, plan.q_bound, Q_TILE=Q_TILE, KV_TILE=plan.kv_tile,
-            SEEDS=plan.seeds, NARROW=plan.narrow, OWN=own,
+        kernels.deal_tiles[(_cdiv(plan.batch, own), 3)](
+            q_offsets, kv_offsets, schedule, plan.batch, plan.q_bound, plan.kv_bound, Q_TILE=Q_TILE,
+            KV_TILE=plan.kv_tile, SEEDS=plan.seeds, NARROW=plan.narrow, OWN=own,
         )
     return schedule
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, schedule: Tensor, max_q: int, max_kv: int,
-    activation: str, scale: float, shared_q: bool,
+    activation: str, scale: float, shared_q: bool, gluon: bool = False,
 ) -> Tensor:
-    """As `reference.forward`."""
+    """As `reference.forward`. `gluon`: the Hopper kernel where it fits (wide, own queries, D 64 or 128)."""
     plan = _plan(q, k, kv_offsets, max_q, max_kv, shared_q)
     rows = _out_rows(q, plan)
     if not plan.batch or not max_kv or not max_q:
         return q.new_zeros(rows, *q.shape[1:])
+    if gluon and not plan.narrow and not plan.seeds and plan.dim in GLUON_HEAD_DIMS:
+        return _gluon_forward(q, k, v, q_offsets, schedule, plan, max_kv, activation, scale)
     q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
     options = {"ACT": activation, "FAST": q.is_cuda, **plan.kernel_facts}
@@ -94,6 +101,54 @@ def _narrow_forward(q, k, v, q_offsets, kv_offsets, schedule, plan, scale, strid
     if plan.runs:
         _sum_runs(partial, out, q_offsets, kv_offsets, plan)
     return out
+
+
+def _gluon_forward(q, k, v, q_offsets, schedule, plan, max_kv, activation, scale) -> Tensor:
+    from opengem.kernels.gdpa import gluon_sm90
+
+    if not k.shape[0] or not q.shape[0]:
+        return q.new_zeros(q.shape)
+    q, k, v = (_tma_ready(x) for x in (q, k, v))
+    out = q.new_empty(q.shape)
+    resident = max_kv <= GLUON_STAGES * GLUON_KEYS
+    blocks = min(_multiprocessors(q.device.index), (plan.batch if resident else plan.q_bound) * plan.heads)
+    gluon_sm90.forward[(blocks,)](
+        _ragged(q, 64), _ragged(k, GLUON_KEYS), _ragged(v, GLUON_KEYS), _ragged(out, 64), out, q_offsets, schedule,
+        plan.batch, 4 + 4 * (plan.q_bound + plan.kv_bound) if resident else 4, out.numel(), scale, plan.heads,
+        q.stride(1), k.stride(1), v.stride(1), ACT=activation, D=plan.dim, BN=GLUON_KEYS, STAGES=GLUON_STAGES,
+        Q_STAGES=GLUON_STAGES, RESIDENT=resident, num_warps=4,
+    )
+    return out
+
+
+def _ragged(x: Tensor, rows: int):
+    """A descriptor of boxes [rows, D] of x [T, H, D] whose row bound is set by the coordinates (see gluon_sm90)."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    row, head = x.stride(0), x.stride(1)
+    width = (x.shape[1] - 1) * head + x.shape[2]
+    layout = _box_layout(rows, x.shape[2], x.dtype)
+    return TensorDescriptor(
+        x, [0x7FFF0000, 0x7FFF0000, 1 << 30, width], [2**34 - row, row, row, 1], [1, 1, rows, x.shape[2]], layout
+    )
+
+
+@cache
+def _box_layout(rows: int, dim: int, dtype: torch.dtype):
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, dim], {torch.bfloat16: gl.bfloat16}.get(dtype, gl.float16))
+
+
+@cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _tma_ready(x: Tensor) -> Tensor:
+    """TMA wants 16-byte aligned rows; anything else is copied."""
+    fits = x.stride(2) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and 0 < x.stride(0) < 1 << 33
+    return x if fits and x.stride(1) > 0 else x.contiguous()
 
 
 def backward(
