@@ -4,7 +4,7 @@
 
 Every variant runs in a process of its own with a time limit, so that a hang or a fault costs that variant only. Lines:
 {"variant", "check": name, "ok", "error"} and {"variant", "case", fwd_ms, bwd_ms, ...}. Exit status 1 if a check failed.
-Variants: `triton`, `gluon` (Hopper), and `tune`, which times other tile sizes of the Triton kernels at head dim 128.
+Variants: `triton`, `gluon` (Hopper), `gluon_fwd` (its forward with Triton's backward), and `tune`, which times other tile sizes of the Triton kernels at head dim 128.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-EDGES = ("triton", "gluon")
+EDGES = ("triton", "gluon_fwd", "gluon")
 
 
 def emit(out: str, row: dict) -> None:
@@ -197,8 +197,13 @@ def child(variant: str, out: str, words: list[str]) -> int:
     if variant == "tune":
         tune(out, words)
         return 0
+    if variant == "gluon_fwd":
+        from opengem.kernels.gdpa import launch
+
+        both = launch.backward
+        launch.backward = lambda *a, gluon, **b: both(*a, gluon=False, **b)
     device = torch.device("cuda")
-    with backend.force(variant):
+    with backend.force(variant.split("_")[0]):
         good = check_all(variant, out)
         print(f"{variant}: checks {'passed' if good else 'FAILED'}", flush=True)
         facts = environment(device) | ceilings(device)

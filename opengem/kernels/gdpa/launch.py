@@ -26,6 +26,8 @@ HEAD_DIMS = (32, 64, 96, 128, 256)
 GLUON_HEAD_DIMS = (64, 128)
 GLUON_KEYS = 128  # key rows of a tile
 GLUON_STAGES = 2  # of queries, of keys and of values; two tiles of keys can stay for a whole sample
+GLUON_DQ = (128, 2)  # key rows of a tile, stages
+GLUON_DKDV = (64, 3)  # query rows of a tile, stages
 
 
 class Plan(NamedTuple):
@@ -72,7 +74,7 @@ def forward(
     rows = _out_rows(q, plan)
     if not plan.batch or not max_kv or not max_q:
         return q.new_zeros(rows, *q.shape[1:])
-    if gluon and not plan.narrow and not plan.seeds and plan.dim in GLUON_HEAD_DIMS:
+    if gluon and _gluon_fits(q, k, plan):
         return _gluon_forward(q, k, v, q_offsets, schedule, plan, max_kv, activation, scale)
     q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
@@ -106,8 +108,6 @@ def _narrow_forward(q, k, v, q_offsets, kv_offsets, schedule, plan, scale, strid
 def _gluon_forward(q, k, v, q_offsets, schedule, plan, max_kv, activation, scale) -> Tensor:
     from opengem.kernels.gdpa import gluon_sm90
 
-    if not k.shape[0] or not q.shape[0]:
-        return q.new_zeros(q.shape)
     q, k, v = (_tma_ready(x) for x in (q, k, v))
     out = q.new_empty(q.shape)
     resident = max_kv <= GLUON_STAGES * GLUON_KEYS
@@ -119,6 +119,31 @@ def _gluon_forward(q, k, v, q_offsets, schedule, plan, max_kv, activation, scale
         Q_STAGES=GLUON_STAGES, RESIDENT=resident, num_warps=4,
     )
     return out
+
+
+def _gluon_backward(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, activation, scale):
+    from opengem.kernels.gdpa import gluon_sm90
+
+    grad, q, k, v = (_tma_ready(x) for x in (grad, q, k, v))
+    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    sides = (
+        (k, v, q, grad, dk, dv, kv_offsets, plan.kv_bound, 4 + 4 * plan.q_bound, GLUON_DKDV, True),
+        (q, grad, k, v, dq, dq, q_offsets, plan.q_bound, 4, GLUON_DQ, False),
+    )
+    for a1, a2, b1, b2, o1, o2, offsets, bound, list_start, (rows, stages), keys in sides:
+        blocks = min(_multiprocessors(q.device.index), bound * plan.heads)
+        gluon_sm90.backward[(blocks,)](
+            _ragged(a1, 64), _ragged(a2, 64), _ragged(b1, rows), _ragged(b2, rows), _ragged(o1, 64), _ragged(o2, 64),
+            o1, o2, offsets, schedule, plan.batch, list_start, o1.numel(), scale, plan.heads,
+            a1.stride(1), a2.stride(1), b1.stride(1), b2.stride(1),
+            ACT=activation, D=plan.dim, BN=rows, STAGES=stages, KEYS=keys, num_warps=4,
+        )
+    return dq, dk, dv
+
+
+def _gluon_fits(q: Tensor, k: Tensor, plan: Plan) -> bool:
+    """Wide, own queries, D 64 or 128, and some rows (a descriptor cannot be empty)."""
+    return not plan.narrow and not plan.seeds and plan.dim in GLUON_HEAD_DIMS and q.shape[0] > 0 and k.shape[0] > 0
 
 
 def _ragged(x: Tensor, rows: int):
@@ -153,12 +178,14 @@ def _tma_ready(x: Tensor) -> Tensor:
 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, schedule: Tensor,
-    max_q: int, max_kv: int, activation: str, scale: float, shared_q: bool,
+    max_q: int, max_kv: int, activation: str, scale: float, shared_q: bool, gluon: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference.backward`."""
+    """As `reference.backward`; `gluon` as in `forward`."""
     plan = _plan(q, k, kv_offsets, max_q, max_kv, shared_q)
     if not plan.batch or not max_kv or not max_q:
         return tuple(x.new_zeros(x.shape) for x in (q, k, v))
+    if gluon and _gluon_fits(q, k, plan):
+        return _gluon_backward(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, activation, scale)
     grad, q, k, v = (_rows_contiguous(x) for x in (grad, q, k, v))
     strides = (*grad.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
     options = {"ACT": activation, "FAST": q.is_cuda, **plan.kernel_facts}

@@ -225,12 +225,15 @@ def _backward(
     max_q: int, max_kv: int, activation: str, scale: float, shared_q: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     options = (max_q, max_kv, activation, scale, shared_q)
-    if _implementation(q, activation, shared_q) == "reference":
+    implementation = _implementation(q, activation, shared_q)
+    if implementation == "reference":
         return reference.backward(grad, q, k, v, q_offsets, kv_offsets, *options)
     from opengem.kernels.gdpa import launch
 
     schedule = _schedule_of(q, k, q_offsets, kv_offsets, schedule, max_q, shared_q)
-    return launch.backward(grad, q, k, v, q_offsets, kv_offsets, schedule, *options)
+    return launch.backward(
+        grad, q, k, v, q_offsets, kv_offsets, schedule, *options, gluon=implementation == "gluon"
+    )
 
 
 @_backward.register_fake
