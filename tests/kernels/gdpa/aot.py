@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 from opengem.kernels.gdpa import launch
 from opengem.kernels.gdpa import triton as kernels
 
-INTEGERS = {"batch", "q_rows", "kv_rows", "q_bound", "H"}
+INTEGERS = {"batch", "q_rows", "kv_rows", "q_bound", "kv_bound", "H"}
 POINTERS = {"partial": "*fp32", "q_offsets": "*i64", "kv_offsets": "*i64", "schedule": "*i32"}
 
 
