@@ -4,8 +4,7 @@ A 64x64 tile is bound by memory (32 FLOP a byte), so the kernels are plain: read
 an SM to hide latency. A tile holds whole softmax rows: no running maximum, no log-sum-exp in memory, and the backward's
 delta is a row sum of registers. With RoPE, q and k are rotated after the load and their fp32 gradients before the
 store. Inside the kernel the members of a pair lie side by side whichever the convention, which the scores do not mind
-and which makes taking pairs apart free; angles are loaded again for each gradient, so that they hold no registers in
-between. Tiling as in `reference.tiles`.
+and which makes taking x
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ CONFIGS = {
     ("forward", 64, False): {"num_warps": 4},
     ("forward", 128, False): {"num_warps": 4},
     ("forward", 64, True): {"num_warps": 4},
-    ("forward", 128, True): {"num_warps": 8, "maxnreg": 128},
+    ("forward", 128, True): {"num_warps": 4, "maxnreg": 168},
     ("backward", 64, False): {"num_warps": 4},
     ("backward", 128, False): {"num_warps": 8},
     ("backward", 64, True): {"num_warps": 8, "maxnreg": 128},
@@ -103,12 +102,15 @@ def _store_rotated_back(base, row, stride, mask, values, cos, sin, HALF: tl.cons
 
 
 @triton.jit
-def _angles(cos, sin, position, positions, live, HALF: tl.constexpr):
-    column = tl.arange(0, HALF)
-    pointer = position[:, None] * HALF + column[None, :]
-    mask = live[:, None] & (position < positions)[:, None]
-    missing = tl.where(live, float("nan"), 0.0)[:, None]
-    return tl.load(cos + pointer, mask=mask, other=missing), tl.load(sin + pointer, mask=mask, other=0.0)
+def _angles(cos, sin, position, positions, HALF: tl.constexpr, KEEP: tl.constexpr):
+    """cos and sin rows of a tile; the last table row stands for positions past it, which only dead rows have.
+
+    They are loaded for each use, which comes from L1: held in registers they would halve the CTAs an SM. KEEP: further
+    uses follow, and must not be merged with this one.
+    """
+    pointer = tl.minimum(position, positions - 1)[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    policy: tl.constexpr = "evict_last" if KEEP else ""
+    return tl.load(cos + pointer, eviction_policy=policy), tl.load(sin + pointer, eviction_policy=policy)
 
 
 @triton.jit
@@ -140,8 +142,10 @@ def _forward(q, k, v, out, offsets, cos, sin, rows, batch, positions, heads, sca
             _zero(out + head * out_head, row, out_row, written, HALF)
         return
     if ROPE:
-        c, s = _angles(cos, sin, start + tl.arange(0, BLOCK), positions, live, HALF)
+        position = start + tl.arange(0, BLOCK)
+        c, s = _angles(cos, sin, position, positions, HALF, True)
         queries = _load_rotated(q + head * q_head, row, q_row, live, c, s, HALF, INTERLEAVED)
+        c, s = _angles(cos, sin, position, positions, HALF, False)
         keys = _load_rotated(k + head * k_head, row, k_row, live, c, s, HALF, INTERLEAVED)
     else:
         queries = _load(q + head * q_head, row, q_row, live, HALF)
@@ -171,8 +175,9 @@ def _backward(grad, q, k, v, grad_q, grad_k, grad_v, offsets, cos, sin, rows, ba
         return
     position = start + tl.arange(0, BLOCK)
     if ROPE:
-        c, s = _angles(cos, sin, position, positions, live, HALF)
+        c, s = _angles(cos, sin, position, positions, HALF, True)
         queries = _load_rotated(q + head * q_head, row, q_row, live, c, s, HALF, INTERLEAVED)
+        c, s = _angles(cos, sin, position, positions, HALF, False)
         keys = _load_rotated(k + head * k_head, row, k_row, live, c, s, HALF, INTERLEAVED)
     else:
         queries = _load(q + head * q_head, row, q_row, live, HALF)
@@ -186,13 +191,13 @@ def _backward(grad, q, k, v, grad_q, grad_k, grad_v, offsets, cos, sin, rows, ba
     ds = (p * (dp - tl.sum(p * dp, 1)[:, None]) * scale).to(queries.dtype)
     dq = tl.dot(ds, keys)
     if ROPE:
-        c, s = _angles(cos, sin, position, positions, live, HALF)
+        c, s = _angles(cos, sin, position, positions, HALF, False)
         _store_rotated_back(grad_q + head * out_head, row, out_row, written, dq, c, s, HALF, INTERLEAVED)
     else:
         _store(grad_q + head * out_head, row, out_row, written, dq, HALF)
     dk = tl.dot(tl.trans(ds), queries)
     if ROPE:
-        c, s = _angles(cos, sin, position, positions, live, HALF)
+        c, s = _angles(cos, sin, position, positions, HALF, False)
         _store_rotated_back(grad_k + head * out_head, row, out_row, written, dk, c, s, HALF, INTERLEAVED)
     else:
         _store(grad_k + head * out_head, row, out_row, written, dk, HALF)
