@@ -168,7 +168,7 @@ def readable(path: Path) -> Iterator[None]:
         yield
     except (pa.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{path} cannot be read as Parquet ({reason}); copy it again or repeat the import") from error
+        raise UserError(f"{path} cannot be read ({reason}); mend it, copy it again or make it anew") from error
 
 
 def to_numpy(chunks: pa.ChunkedArray, column: Column, file: Path | str, first_row: int = 0) -> np.ndarray | Lists:
