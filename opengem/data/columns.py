@@ -171,6 +171,15 @@ def readable(path: Path) -> Iterator[None]:
         raise UserError(f"{path} cannot be read ({reason}); mend it, copy it again or make it anew") from error
 
 
+@contextmanager
+def writable(folder: Path) -> Iterator[None]:
+    """Turn a full disk or a missing permission into one line."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written ({error}); free some space or choose another --out") from error
+
+
 def to_numpy(chunks: pa.ChunkedArray, column: Column, file: Path | str, first_row: int = 0) -> np.ndarray | Lists:
     """A checked numpy column of `column.dtype`; lists become `Lists`. `first_row` is added to rows in errors."""
     if chunks.null_count:

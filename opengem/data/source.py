@@ -20,6 +20,7 @@ from opengem.data.columns import Lists, nearest, readable, running_sum
 from opengem.data.spec import Field, Source
 from opengem.errors import UserError
 
+CSV_TYPES = {"text": pa.string(), "integer": pa.int64(), "number": pa.float64()}
 CHUNK_ROWS = 262_144
 CSV_BYTES = 1 << 24
 """bytes of a CSV file that are parsed at a time"""
@@ -46,9 +47,6 @@ class Chunk:
     def take(self, order: np.ndarray) -> Chunk:
         indices = pa.array(order)
         return Chunk(self.path, self.rows[order], {n: c.take(indices) for n, c in self.columns.items()})
-
-
-CSV_TYPES = {"text": pa.string(), "integer": pa.int64(), "number": pa.float64()}
 
 
 def chunks(source: Source, columns: dict[str, str]) -> Iterator[Chunk]:
@@ -143,9 +141,8 @@ def sorted_chunks(read: Iterator[Chunk], source: Source, units_per_s: int) -> It
     path = parts[0].path if len(source.files) == 1 else parts[0].path.parent / f"({len(source.files)} files)"
     for first in range(0, len(order), CHUNK_ROWS):
         rows = order[first : first + CHUNK_ROWS]
-        taken = table.take(pa.array(rows)).combine_chunks()
-        columns = {n: pa.concat_arrays(taken[n].chunks) for n in taken.column_names}
-        yield Chunk(path, rows, columns)
+        taken = table.take(pa.array(rows))
+        yield Chunk(path, rows, {n: taken[n].combine_chunks() for n in taken.column_names})
 
 
 def _list_lengths(array: pa.Array) -> np.ndarray:
@@ -290,8 +287,6 @@ class Vocabulary:
         """Number the ids; returns them, the first one being id 1."""
         ordered = self._merge().sort_by([("count", "descending"), ("value", "ascending")])
         self.values, self._counts = ordered["value"].combine_chunks(), []
-        if isinstance(self.values, pa.ChunkedArray):
-            self.values = pa.concat_arrays(self.values.chunks)
         return self.values
 
     def encode(self, ids: pa.Array) -> np.ndarray:

@@ -27,6 +27,7 @@ from opengem.data.columns import (
     sample_columns,
     to_arrow,
     to_numpy,
+    writable,
 )
 from opengem.data.schema import Schema
 from opengem.errors import UserError
@@ -47,7 +48,8 @@ class Writer:
 
     def __init__(self, folder: Path | str, schema: Schema, overwrite: bool = False) -> None:
         self.folder, self.schema = Path(folder), schema
-        _make_room(self.folder, overwrite)
+        with writable(self.folder):
+            _make_room(self.folder, overwrite)
         self._events: pq.ParquetWriter | None = None
         self._samples: pq.ParquetWriter | None = None
         self._pending: list[pa.Table] = []
@@ -78,9 +80,10 @@ class Writer:
                     raise UserError(f"{where}: {column.name!r} has {len(values)} values, lengths sum to {offsets[-1]}")
                 table[column.name] = to_arrow(Lists(offsets, np.asarray(values)), column, where)
         table = pa.table(table)
-        if self._events is None:
-            self._events = _parquet_writer(self.folder / "events", table.schema)
-        self._events.write_table(table, row_group_size=8_192)
+        with writable(self.folder):
+            if self._events is None:
+                self._events = _parquet_writer(self.folder / "events", table.schema)
+            self._events.write_table(table, row_group_size=8_192)
         self.num_users += len(table)
 
     def write_samples(self, columns: dict[str, np.ndarray | Lists]) -> None:
@@ -112,19 +115,21 @@ class Writer:
         if self._events is None:
             self.write_events({s.name: _no_history(self.schema, s.name) for s in self.schema.streams}, [])
         self._flush()
-        self._events.close()
-        self._samples.close()
-        self.schema.save(self.folder / UNFINISHED)
-        os.replace(self.folder / UNFINISHED / "schema.json", self.folder / "schema.json")
-        (self.folder / UNFINISHED).rmdir()
+        with writable(self.folder):
+            self._events.close()
+            self._samples.close()
+            self.schema.save(self.folder / UNFINISHED)
+            os.replace(self.folder / UNFINISHED / "schema.json", self.folder / "schema.json")
+            (self.folder / UNFINISHED).rmdir()
 
     def _flush(self) -> None:
         if not self._pending:
             return
         table = pa.concat_tables(self._pending).combine_chunks()
-        if self._samples is None:
-            self._samples = _parquet_writer(self.folder / "samples", table.schema)
-        self._samples.write_table(table, row_group_size=ROW_GROUP)
+        with writable(self.folder):
+            if self._samples is None:
+                self._samples = _parquet_writer(self.folder / "samples", table.schema)
+            self._samples.write_table(table, row_group_size=ROW_GROUP)
         self._pending = []
 
     def __enter__(self) -> Writer:

@@ -376,41 +376,17 @@ SHORT_VIDEO = """user_id,video_id,time_ms,is_click,is_like,long_view,play_time_m
 """
 
 
-def test_one_log_as_events_and_samples(tmp_path):
-    """The form of KuaiRand: one unsorted log in milliseconds, several 0/1 signals an event."""
-    (tmp_path / "log.csv").write_text(SHORT_VIDEO)
-    columns = {"files": "log.csv", "user": "user_id", "time": "time_ms", "sort": True}
-    signals = ["is_click", "is_like", "long_view"]
-    spec = {
-        "time_unit": "ms",
-        "events": {
-            "watch": {
-                **columns,
-                "attributes": {
-                    "video": {"column": "video_id"},
-                    "signals": {"kind": "bits", "columns": signals},
-                    "played": {"kind": "dense", "column": "play_time_ms"},
-                },
-            }
-        },
-        "samples": {
-            **columns,
-            "features": {"video": {"column": "video_id", "role": "item"}},
-            "labels": {"click": {"column": "is_click"}, "like": {"column": "is_like", "given": "click"}},
-        },
-        "splits": {"train": [None, 1650050000], "test": [1650050000, None]},
-    }
-    (tmp_path / "spec.json").write_text(json.dumps(spec))
+def test_the_documented_log_of_events_and_samples(tmp_path):
+    """An unsorted log in milliseconds with several 0/1 signals an event."""
+    (tmp_path / "log_1.csv").write_text(SHORT_VIDEO)
+    (tmp_path / "spec.json").write_text(FILES["kuairand.json"])
     build(tmp_path / "out", spec=tmp_path / "spec.json")
     schema = Schema.load(tmp_path / "out")
     assert schema.stream("watch").attributes[1].rows == 3
     (train,) = Loader(tmp_path / "out", schema, DataConfig(), max_lengths={"watch": 9}, split="train", batch_size=9)
     (test,) = Loader(tmp_path / "out", schema, DataConfig(), max_lengths={"watch": 9}, split="test", batch_size=9)
-    assert train.features["video"].tolist() == [2, 1, 1] and train.sequences["watch.video"].lengths.tolist() == [
-        0,
-        0,
-        1,
-    ]
+    assert train.features["video"].tolist() == [2, 1, 1]
+    assert train.sequences["watch.video"].lengths.tolist() == [0, 0, 1]
     assert test.sequences["watch.video"].values.tolist() == [2, 1]
     assert test.sequences["watch.signals"].values.tolist() == [0, 0b101]
     assert test.labels["like"].tolist() == [1]

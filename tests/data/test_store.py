@@ -174,6 +174,16 @@ def test_writer_never_removes_files_of_others(tmp_path):
     assert (tmp_path / "events/mine.parquet").exists()
 
 
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
+    def full(self, *_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pq.ParquetWriter, "write_table", full)
+    with pytest.raises(UserError) as error:
+        small.write(tmp_path / "set")
+    assert "No space left on device" in one_line(error) and not (tmp_path / "set/schema.json").exists()
+
+
 def test_missing_folder(tmp_path):
     for read in (Schema.load, lambda f: Samples.open(f, small.SCHEMA), lambda f: Events.open(f, small.SCHEMA)):
         with pytest.raises(UserError) as error:
