@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from opengem.data.columns import Column, Lists, running_sum
+from opengem.data.files import check_room
 from opengem.data.source import (
     Chunk,
     Vocabulary,
@@ -40,6 +41,7 @@ def build(out: Path, *, spec: Path, overwrite: bool = False) -> None:
     spec: JSON file that says which files hold events and samples and what their columns mean (see docs/data.md).
     overwrite: replace the data set in `out`.
     """
+    check_room(Path(out), overwrite)
     description = load_spec(Path(spec))
     users, vocabularies, rows = _collect(description)
     sizes = {table: len(v.values) + 1 for table, v in vocabularies.items()}

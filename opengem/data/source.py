@@ -16,12 +16,15 @@ import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 
-from opengem.data.columns import Lists, nearest, readable, running_sum
+from opengem.data.columns import Lists, nearest, running_sum
+from opengem.data.files import readable
 from opengem.data.spec import Field, Source
 from opengem.errors import UserError
 
 CSV_TYPES = {"text": pa.string(), "integer": pa.int64(), "number": pa.float64()}
 CHUNK_ROWS = 262_144
+LISTED_ROWS = 4_096
+"""rows read at a time where a row holds a whole history"""
 CSV_BYTES = 1 << 24
 """bytes of a CSV file that are parsed at a time"""
 MAX_SECOND = 10**11
@@ -71,7 +74,9 @@ def _batches(path: Path, columns: dict[str, str]) -> Iterator[pa.RecordBatch]:
         if name.endswith(".parquet"):
             file = pq.ParquetFile(path)
             _check_names(file.schema_arrow.names, columns, path)
-            yield from file.iter_batches(CHUNK_ROWS, columns=list(columns))
+            time = next(n for n, content in columns.items() if content == "time")
+            size = LISTED_ROWS if _is_list(file.schema_arrow.field(time)) else CHUNK_ROWS
+            yield from file.iter_batches(size, columns=list(columns))
         elif name.endswith((".csv", ".tsv")):
             yield from _csv_batches(path, columns, "\t" if name.endswith(".tsv") else ",")
         else:
@@ -102,7 +107,7 @@ def _plain(array: pa.Array) -> pa.Array:
     return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
 
 
-def _is_list(array: pa.Array) -> bool:
+def _is_list(array: pa.Array | pa.Field) -> bool:
     return pa.types.is_list(array.type) or pa.types.is_large_list(array.type)
 
 

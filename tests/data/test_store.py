@@ -221,6 +221,7 @@ BAD_SAMPLES = {
     "feature_nan": ("hour", 6, float("nan"), ["row 6", "'hour'", "nan is not a finite float32"]),
     "feature_inf": ("hour", 6, float("inf"), ["inf is not a finite float32"]),
     "null": ("hour", 7, None, ["row 7", "'hour'", "null"]),
+    "null_time": ("timestamp", 7, None, ["row 7", "'timestamp' is null"]),
     "null_in_list": ("tags", 7, [1, None], ["'tags'", "null inside a list"]),
     "weight_negative": ("weight", 2, -0.5, ["row 2", "weight -0.5"]),
     "unsorted": ("timestamp", 9, 0, ["row 9", "timestamp 0 is before the one above it", "sort"]),
@@ -388,3 +389,17 @@ def test_writer_names_wrong_calls(tmp_path):
         with pytest.raises(UserError) as error:
             call()
         assert words in one_line(error)
+
+
+def test_files_without_statistics(folder):
+    """Footers of other writers may lack the range of timestamps; then the column itself is read."""
+    file = folder / "samples/part-00000.parquet"
+    table = pq.read_table(file)
+    pq.write_table(table, file, write_statistics=False, row_group_size=7)
+    first, last = Samples.open(folder, small.SCHEMA).split("train")
+    assert (first, last) == (0, sum(t < 1_000 for t in table["timestamp"].to_pylist()))
+    at = table.schema.get_field_index("timestamp")
+    pq.write_table(table.set_column(at, "timestamp", pa.nulls(40, pa.int64())), file)
+    with pytest.raises(UserError) as error:
+        Samples.open(folder, small.SCHEMA)
+    assert "row 0: column 'timestamp' is null" in one_line(error)
