@@ -19,12 +19,15 @@ from opengem.data.schema import Label
 def task_weights(batch: Batch, labels: Sequence[Label], esmm: bool = False) -> dict[str, Tensor]:
     """float32 `[B]` for each label: the sample weight where the label counts, else 0.
 
-    A conditional label counts where its condition is 1; under ESMM it counts everywhere.
+    A conditional label counts where its condition is 1; under ESMM it counts everywhere. An unknown label (NaN, null in
+    the data) counts nowhere.
     """
     weights = {}
     for label in labels:
-        counted = batch.weights if esmm or not label.given else batch.weights * (batch.labels[label.given] == 1)
-        weights[label.name] = counted
+        counts = ~batch.labels[label.name].isnan()
+        if label.given and not esmm:
+            counts &= batch.labels[label.given] == 1
+        weights[label.name] = batch.weights * counts
     return weights
 
 
@@ -44,7 +47,7 @@ def multi_task_loss(
     weights = task_weights(batch, labels, esmm)
     total = batch.weights.new_zeros((), dtype=torch.float32)
     for label in labels:
-        weight, target = weights[label.name], batch.labels[label.name]
+        weight, target = weights[label.name], batch.labels[label.name].nan_to_num(0.0)
         if esmm and label.given:
             losses = _product_log_loss(logits[label.name].float(), logits[label.given].float(), target)
         else:
@@ -55,7 +58,7 @@ def multi_task_loss(
 
 
 def _product_log_loss(logits: Tensor, given: Tensor, target: Tensor) -> Tensor:
-    """Log loss of p = s(a) s(b), with s the sigmoid; 1 - p = s(-a) + s(a) s(-b) keeps it stable for logits of any size."""
+    """Log loss of p = s(a) s(b), s the sigmoid; 1 - p = s(-a) + s(a) s(-b) keeps it stable for logits of any size."""
     log_p = F.logsigmoid(logits) + F.logsigmoid(given)
     log_not_p = torch.logaddexp(F.logsigmoid(-logits), F.logsigmoid(logits) + F.logsigmoid(-given))
     return -(target * log_p + (1 - target) * log_not_p)
@@ -76,7 +79,8 @@ class Meter:
         weights = task_weights(batch, self.labels)
         rows = []
         for label in self.labels:
-            logit, target, weight = logits[label.name].float(), batch.labels[label.name], weights[label.name]
+            logit, weight = logits[label.name].float(), weights[label.name]
+            target = batch.labels[label.name].nan_to_num(0.0)
             loss = F.binary_cross_entropy_with_logits(logit, target, reduction="none")
             parts = [weight, weight * loss, weight * target, weight * logit.sigmoid()]
             rows.append(torch.stack([part.sum(dtype=torch.float64) for part in parts]))

@@ -58,7 +58,7 @@ def summarize(
     weights = np.ones_like(labels) if weights is None else np.asarray(weights, np.float64)
     if not predictions.shape == labels.shape == weights.shape:
         raise UserError(
-            f"metrics: predictions {predictions.shape}, labels {labels.shape}, weights {weights.shape}; sizes must agree"
+            f"metrics: predictions {predictions.shape}, labels {labels.shape}, weights {weights.shape} must agree"
         )
     if labels.size and not (np.nanmin(labels) >= 0 and np.nanmax(labels) <= 1 and np.isfinite(labels).all()):
         raise UserError(f"metrics: labels must lie in [0, 1], got {labels.min()} to {labels.max()}")

@@ -33,13 +33,15 @@ from opengem.errors import UserError
 
 ROW_GROUP = 65_536
 """samples of a row group: what a reader decodes at a time"""
+UNFINISHED = ".unfinished"
+"""folder that marks a data set whose writing has not ended"""
 
 
 class Writer:
     """Writes a data set; `schema.json` comes last, so a killed import is not mistaken for a data set.
 
-    folder: made when missing. A folder with anything in it is refused unless `overwrite`, which removes the data set
-        in it (schema.json, events/*.parquet, samples/*.parquet) and nothing else.
+    folder: made when missing. A data set in it is replaced with `overwrite`, what a killed import left is replaced in
+        any case, and a folder that holds anything else is refused (UserError).
     Use it as a context manager: leaving it without an exception calls `close`.
     """
 
@@ -112,11 +114,9 @@ class Writer:
         self._flush()
         self._events.close()
         self._samples.close()
-        staging = self.folder / ".schema"
-        staging.mkdir(exist_ok=True)
-        self.schema.save(staging)
-        os.replace(staging / "schema.json", self.folder / "schema.json")
-        staging.rmdir()
+        self.schema.save(self.folder / UNFINISHED)
+        os.replace(self.folder / UNFINISHED / "schema.json", self.folder / "schema.json")
+        (self.folder / UNFINISHED).rmdir()
 
     def _flush(self) -> None:
         if not self._pending:
@@ -404,15 +404,21 @@ def _check_histories(columns: dict[str, np.ndarray], events: Events, place) -> N
 
 
 def _make_room(folder: Path, overwrite: bool) -> None:
+    """An empty data set that is being written. Only a data set, whole or unfinished, is ever removed."""
     if folder.is_file():
         raise UserError(f"{folder} is a file, wanted a folder for the data set; choose another --out")
-    if folder.is_dir() and any(folder.iterdir()):
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / UNFINISHED).is_dir():
+        if not (folder / "schema.json").is_file():
+            raise UserError(f"{folder} is not empty and holds no data set; choose another --out")
         if not overwrite:
-            raise UserError(f"{folder} is not empty; choose another --out or add --overwrite")
-        for old in [folder / "schema.json", *folder.glob("events/*.parquet"), *folder.glob("samples/*.parquet")]:
-            old.unlink(missing_ok=True)
+            raise UserError(f"{folder} already holds a data set; choose another --out or add --overwrite")
+    (folder / UNFINISHED).mkdir(parents=True, exist_ok=True)
+    (folder / "schema.json").unlink(missing_ok=True)
+    for part in ("events", "samples", "vocabulary"):
+        for old in (folder / part).glob("*.parquet"):
+            old.unlink()
     for part in ("events", "samples"):
-        (folder / part).mkdir(parents=True, exist_ok=True)
+        (folder / part).mkdir(exist_ok=True)
 
 
 def _parquet_writer(folder: Path, schema: pa.Schema) -> pq.ParquetWriter:

@@ -151,9 +151,11 @@ def test_a_killed_import_is_not_taken_for_a_data_set(tmp_path):
     with pytest.raises(UserError) as error:
         Schema.load(tmp_path / "set")
     assert "no schema.json" in one_line(error)
+    small.write(tmp_path / "set")
+    assert Samples.open(tmp_path / "set", Schema.load(tmp_path / "set")).num_rows == 40
 
 
-def test_writer_refuses_a_folder_in_use_unless_told(folder):
+def test_writer_replaces_a_data_set_only_when_told(folder):
     (folder / "notes.txt").write_text("keep me")
     with pytest.raises(UserError) as error:
         Writer(folder, small.SCHEMA)
@@ -161,6 +163,15 @@ def test_writer_refuses_a_folder_in_use_unless_told(folder):
     assert (folder / "schema.json").exists()
     Writer(folder, small.SCHEMA, overwrite=True)
     assert not (folder / "schema.json").exists() and (folder / "notes.txt").exists()
+
+
+def test_writer_never_removes_files_of_others(tmp_path):
+    (tmp_path / "events").mkdir()
+    (tmp_path / "events/mine.parquet").write_text("raw logs")
+    with pytest.raises(UserError) as error:
+        Writer(tmp_path, small.SCHEMA, overwrite=True)
+    assert "holds no data set" in one_line(error)
+    assert (tmp_path / "events/mine.parquet").exists()
 
 
 def test_missing_folder(tmp_path):

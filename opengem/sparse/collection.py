@@ -1,0 +1,340 @@
+"""The embedding collection of one process: ids of a batch in, vectors out, and the update when gradients are there.
+
+    embedded = collection(batch)          # leaves that require a gradient
+    loss(model(batch, embedded)).backward()
+    if collection.finite(): collection.step(lr)
+
+`sharded.py` has the same interface over many processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from opengem.config import SparseConfig
+from opengem.data.batch import Batch, Embedded
+from opengem.data.schema import Feature, Schema
+from opengem.errors import UserError
+from opengem.jagged import Jagged
+from opengem.sparse.lookup.reference import sum_bags
+from opengem.sparse.table import Piece, Tables
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One input that is looked up: its key in the batch, its table, and how many ids and rows that table has.
+
+    key: "stream.attribute" (sequence) or the name of a sample feature. pooled: a list of ids summed to one vector.
+    ids: number of legal ids; rows: rows stored. rows < ids means ids are hashed (any id >= 0 is then legal).
+    """
+
+    key: str
+    table: str
+    ids: int
+    rows: int
+    sequence: bool = False
+    pooled: bool = False
+
+
+def slots_of(schema: Schema, features: list[Feature], max_rows: int) -> list[Slot]:
+    """Every id attribute of the streams, then every id or ids feature among `features`, in that fixed order."""
+
+    def slot(key: str, feature: Feature, sequence: bool) -> Slot:
+        rows = min(feature.rows, max_rows) if max_rows else feature.rows
+        return Slot(key, feature.table, feature.rows, rows, sequence, feature.kind == "ids")
+
+    attributes = [(f"{s.name}.{a.name}", a, True) for s in schema.streams for a in s.attributes]
+    wanted = [*attributes, *((f.name, f, False) for f in features)]
+    return [slot(key, feature, sequence) for key, feature, sequence in wanted if feature.kind in ("id", "ids")]
+
+
+def table_rows(slots: list[Slot]) -> dict[str, int]:
+    """Table -> rows stored, in order of first use."""
+    return {slot.table: slot.rows for slot in slots}
+
+
+def pieces_of(rows: dict[str, int]) -> list[Piece]:
+    """Whole tables one after the other: the numbering of all rows that routing starts from."""
+    ends = list(accumulate(rows.values(), initial=0))
+    return [Piece(name, 0, count, at) for (name, count), at in zip(rows.items(), ends, strict=False)]
+
+
+def row_dtype(config: SparseConfig) -> torch.dtype:
+    return getattr(torch, config.dtype)
+
+
+class IdReader:
+    """Takes the ids of all slots out of a batch, checks them and hashes them.
+
+    A bad id raises UserError at once on the CPU. On a GPU that would stop the stream, so the first bad id is kept on
+    the device and raised by `check()`; the lookup itself reads row 0 in its place.
+    """
+
+    def __init__(self, slots: list[Slot], device: torch.device | str) -> None:
+        self.slots, self.device = slots, torch.device(device)
+        self.limits = torch.tensor([s.ids if s.rows == s.ids else 2**63 - 1 for s in slots], device=device)
+        self.rows = torch.tensor([s.rows for s in slots], device=device)
+        self.bad = torch.full((2,), -1, device=device)  # slot (-1: none) and id
+
+    def __call__(self, batch: Batch) -> tuple[list[Jagged | Tensor | None], Tensor, Tensor]:
+        """(input of each slot, its slot number int64 [N] of every id, row in its table int64 [N] of every id).
+
+        The input of a slot the batch does not hold is None.
+        """
+        inputs = [(batch.sequences if slot.sequence else batch.features).get(slot.key) for slot in self.slots]
+        counts = [0 if x is None else _values(x).shape[0] for x in inputs]
+        ids = torch.cat([_values(x) for x in inputs if x is not None] or [self.rows.new_empty(0)])
+        slot = torch.repeat_interleave(
+            torch.arange(len(counts), device=self.device),
+            torch.tensor(counts, device=self.device, dtype=torch.int64),
+            output_size=sum(counts),
+        )
+        if ids.shape[0]:
+            wrong = (ids < 0) | (ids >= self.limits[slot])
+            self._note(wrong, slot, ids)
+            ids = torch.where(wrong, 0, ids)
+        return inputs, slot, ids % self.rows[slot]
+
+    def _note(self, wrong: Tensor, slot: Tensor, ids: Tensor) -> None:
+        at = wrong.to(torch.uint8).argmax().view(1)
+        first = torch.where(wrong[at], torch.cat([slot[at], ids[at]]), -1)
+        self.bad = torch.where(self.bad[0] >= 0, self.bad, first)
+        if self.device.type == "cpu":
+            self.check()
+
+    def check(self) -> None:
+        """Raise UserError if any id since the last check was out of range (a host sync on a GPU)."""
+        at, wrong = self.bad.tolist()
+        if at >= 0:
+            self.bad = torch.full_like(self.bad, -1)
+            slot = self.slots[at]
+            wanted = f"[0, {slot.ids})" if slot.rows == slot.ids else ">= 0"
+            raise UserError(
+                f"feature {slot.key!r}, table {slot.table!r} of {slot.ids} rows: id {wrong} is out of range, wanted "
+                f"{wanted}; correct the data or the schema's rows, or hash the table with --sparse.max-rows"
+            )
+
+    def collisions(self, batch: Batch) -> dict[str, tuple[int, int]]:
+        """Hashed table -> (distinct ids, distinct rows) of this batch; the difference is what hashing merged."""
+        inputs, slot, rows = self(batch)
+        ids = torch.cat([_values(x) for x in inputs if x is not None] or [rows])
+        found = {}
+        for name in {s.table: None for s in self.slots if s.rows < s.ids}:
+            members = torch.tensor([s.table == name for s in self.slots], device=self.device)
+            mine = members[slot]
+            found[name] = (ids[mine].unique().shape[0], rows[mine].unique().shape[0])
+        return found
+
+
+def _values(x: Jagged | Tensor) -> Tensor:
+    return x.values if isinstance(x, Jagged) else x
+
+
+class Leaves:
+    """The vectors handed to the model (`embedded`), and how their gradients become one gradient for each id."""
+
+    def __init__(self, slots: list[Slot], inputs: list[Jagged | Tensor | None], vectors: Tensor) -> None:
+        """vectors: `[N, dim]`, one for every id, in slot order."""
+        self.parts: list[tuple[Slot, Jagged | Tensor, Tensor]] = []
+        self.empty = vectors[:0]
+        counts = [0 if x is None else _values(x).shape[0] for x in inputs]
+        for slot, x, part in zip(slots, inputs, vectors.split(counts), strict=True):
+            if x is not None:
+                leaf = (pool(part, x) if slot.pooled else part).detach()
+                self.parts.append((slot, x, leaf.requires_grad_(torch.is_grad_enabled())))
+        self.embedded = Embedded(
+            sequences={slot.key: x.with_values(leaf) for slot, x, leaf in self.parts if slot.sequence},
+            features={slot.key: leaf for slot, _, leaf in self.parts if not slot.sequence},
+        )
+
+    def grads(self) -> list[Tensor]:
+        return [leaf.grad for _, _, leaf in self.parts if leaf.grad is not None]
+
+    def per_id(self) -> Tensor:
+        """`[N, dim]`: the gradient of each looked-up vector; zero where the model did not use it."""
+        grads = [self.empty]
+        for slot, x, leaf in self.parts:
+            grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            grads.append(grad.index_select(0, x.row_to_sample) if slot.pooled else grad)
+        return torch.cat(grads)
+
+
+class LocalRouter:
+    """Every row is here: routing is the identity. `sharded.AllToAllRouter` has the same methods over a group."""
+
+    def send_ids(self, rows: Tensor) -> Route:
+        """rows: int64 `[N]` in the numbering of all tables. The route, whose `rows` are to be looked up here."""
+        return Route(rows)
+
+    def vectors(self, route: Route, found: Tensor) -> Tensor:
+        """What `storage.lookup(route.rows)` found -> `[N, dim]` for the ids this process asked for."""
+        return found
+
+    def grads(self, route: Route, grads: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients `[N, dim]` of this process's ids -> (rows kept here, gradients) ready for `storage.update`."""
+        return route.rows, grads
+
+    def agree(self, flag: Tensor) -> Tensor:
+        """0-dim bool: whether `flag` holds on every process."""
+        return flag
+
+    def gather(self, own: Tensor) -> Tensor:
+        """The sum of `own` over all processes."""
+        return own
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where the ids of one batch go. rows: int64 `[M]`, the rows asked of this process's storage."""
+
+    rows: Tensor
+
+
+@dataclass(frozen=True)
+class Distributed:
+    """A batch whose ids have reached the processes that keep the rows (`EmbeddingCollection.distribute`)."""
+
+    inputs: list[Jagged | Tensor | None]
+    route: Route
+
+
+class EmbeddingCollection:
+    """One table per schema table in use, looked up for every id input of a batch.
+
+    features: the sample features that are model inputs; every id attribute of the streams is an input as well.
+    Tables larger than `config.max_rows` (when > 0) are hashed to that many rows by modulo.
+    router, storage: where the rows are; left out, all are on this device. `sharded.shard` makes them for a mesh.
+    Over several processes every method but `check`, `collisions` and `num_bytes` is collective: all ranks call it
+    alike, with however many samples each of them has.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        features: list[Feature],
+        config: SparseConfig,
+        device: torch.device | str,
+        seed: int,
+        router: LocalRouter | None = None,
+        storage: Tables | None = None,
+    ) -> None:
+        self.slots = slots_of(schema, features, config.max_rows)
+        self.dim, self.config = config.dim, config
+        self.reader = IdReader(self.slots, device)
+        self.rows = table_rows(self.slots)
+        whole = pieces_of(self.rows)
+        self.router = router or LocalRouter()
+        total = sum(self.rows.values())
+        self.storage = storage or Tables(whole, total, config.dim, device, eps=config.eps, dtype=row_dtype(config))
+        first = {piece.table: piece.at for piece in whole}
+        self.first = torch.tensor([first[slot.table] for slot in self.slots], device=device, dtype=torch.int64)
+        self.pending: list[tuple[Route, Leaves]] = []
+        self.reinitialise(seed)
+
+    def __call__(self, batch: Batch) -> Embedded:
+        """Look every id up. With gradients enabled the values are leaves, remembered until `step` or `discard`."""
+        return self.lookup(self.distribute(batch))
+
+    def distribute(self, batch: Batch) -> Distributed:
+        """Check the ids and send them to where the rows are. Needs no rows, so it may run ahead of the last update."""
+        inputs, slot, rows = self.reader(batch)
+        return Distributed(inputs, self.router.send_ids(rows + self.first[slot]))
+
+    def lookup(self, ids: Distributed) -> Embedded:
+        """The second half of a call."""
+        vectors = self.router.vectors(ids.route, self.storage.lookup(ids.route.rows))
+        leaves = Leaves(self.slots, ids.inputs, vectors)
+        if torch.is_grad_enabled():
+            self.pending.append((ids.route, leaves))
+        return leaves.embedded
+
+    def finite(self) -> Tensor:
+        """0-dim bool on the device: whether every gradient since the last step is finite, on every process."""
+        checks = [grad.isfinite().all() for _, leaves in self.pending for grad in leaves.grads()]
+        return self.router.agree(torch.stack(checks).all() if checks else torch.tensor(True, device=self.reader.device))
+
+    def step(self, lr: float) -> None:
+        """Exact row-wise Adagrad on the rows looked up since the last call, from the leaves' `.grad`."""
+        if self.pending:
+            arrived = [self.router.grads(route, leaves.per_id()) for route, leaves in self.pending]
+            rows, grads = (torch.cat(parts) for parts in zip(*arrived, strict=True))
+            self.storage.update(rows, grads, lr)
+            if self.config.check_replicas:
+                self.storage.assert_equal()
+        self.discard()
+
+    def discard(self) -> None:
+        """Forget the leaves without an update."""
+        self.pending.clear()
+
+    def check(self) -> None:
+        """Raise UserError if an id was out of range (only needed on a GPU, where it is a host sync)."""
+        self.reader.check()
+
+    def collisions(self, batch: Batch) -> dict[str, tuple[int, int]]:
+        """Hashed table -> (distinct ids, distinct rows) in this batch."""
+        return self.reader.collisions(batch)
+
+    def reinitialise(self, seed: int) -> None:
+        """Fresh rows and state."""
+        self.discard()
+        self.storage.initialise(self.config.init_std, seed)
+
+    def num_bytes(self) -> int:
+        """Persistent bytes of rows and optimiser state in this process."""
+        return self.storage.num_bytes()
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """{"weight": {table: [rows, dim]}, "moment": {table: [rows]}, "step": {"updates": int}}: whole tables.
+
+        Views of the live tensors in one process, gathered copies over several (`checkpoint.save` writes pieces
+        instead, for tables that no process can hold).
+        """
+        state = {"weight": self._whole(self.storage.weight), "moment": self._whole(self.storage.moment)}
+        return {**state, "step": {"updates": torch.tensor(self.storage.updates)}}
+
+    def _whole(self, tensor: Tensor) -> dict[str, Tensor]:
+        if isinstance(self.router, LocalRouter):
+            return {piece.table: piece.of(tensor) for piece in self.storage.pieces}
+        found = {}
+        for name, rows in self.rows.items():
+            own = tensor.new_zeros(rows, *tensor.shape[1:])
+            for piece in self.storage.pieces:
+                if piece.table == name and self.storage.saves():
+                    own[piece.first : piece.first + piece.rows] = piece.of(tensor)
+            found[name] = self.router.gather(own)
+        return found
+
+    def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """Copy in what any `state_dict` gave, whatever the number of processes was.
+
+        UserError names a table that is missing or has another shape; nothing is copied then.
+        """
+        self.discard()
+        for kind, shape in (("weight", (self.dim,)), ("moment", ())):
+            for name, rows in self.rows.items():
+                _check_part(state, kind, name, [rows, *shape])
+        for piece in self.storage.pieces:
+            for kind, tensor in (("weight", self.storage.weight), ("moment", self.storage.moment)):
+                piece.of(tensor).copy_(state[kind][piece.table][piece.first : piece.first + piece.rows])
+        self.storage.updates = int(state["step"]["updates"])
+
+
+def _check_part(state: dict[str, dict[str, Tensor]], kind: str, name: str, shape: list[int]) -> None:
+    given = state.get(kind, {}).get(name)
+    if given is None:
+        raise UserError(f"checkpoint: no {kind} of table {name!r}; was it saved with the same schema?")
+    if list(given.shape) != shape:
+        raise UserError(
+            f"checkpoint: {kind} of table {name!r} is {list(given.shape)}, wanted {shape}; "
+            "use the schema, sparse.dim and sparse.max_rows it was saved with"
+        )
+
+
+def pool(vectors: Tensor, lists: Jagged) -> Tensor:
+    """`[B, dim]`: the sum of the vectors `[T, dim]` of each sample's ids; 0 for a sample without any."""
+    return sum_bags(vectors, torch.arange(vectors.shape[0], device=vectors.device), lists.offsets)
