@@ -88,7 +88,7 @@ def _sticky_categories(user, offsets, interests, categories: int, rng) -> np.nda
 def _event_times(lengths, offsets, rng) -> np.ndarray:
     """Log-normal gaps, scaled so that every user's history fills the span; int64 seconds in [0, SPAN).
 
-    Bursts keep most neighbours close in time, so that the order of a motif shows in the sequence more than in the clock.
+    Bursts keep most neighbours close in time: the order of a motif shows in the sequence more than in the clock.
     """
     gaps = running_sum(rng.lognormal(0, GAP_SIGMA, offsets[-1]))
     first = gaps[offsets[:-1]]
