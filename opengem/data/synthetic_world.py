@@ -10,7 +10,7 @@ BLOCK = 64
 ACTIONS, MOTIF = 8, (6, 5, 7)
 """action ids; a, b, c of the motif. a and c occur only in planted triples, b anywhere, so counts tell nothing."""
 SEGMENTS, INTERESTS, ADVERTISERS = 64, 4, 8
-SIGN_CHANCE = 0.7
+SIGN_CHANCE = 0.75
 """P(sign = +1): uneven, so that lower orders of the cross show first and gradient descent finds the way to order 4"""
 GAP_SIGMA = 1.5
 """standard deviation of the log of a gap between events"""
