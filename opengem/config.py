@@ -136,6 +136,8 @@ class ModelConfig:
 
     dim: int = 64
     """width of non-sequence tokens"""
+    heads: int = 2
+    """attention heads over non-sequence tokens; dim must be a multiple"""
     layers: int = 2
     schedule: str = "GS"
     """one letter per layer, repeated: G = GDPA and fresh seed pooling, S = self-attention and the pooled tokens of the
@@ -149,8 +151,12 @@ class ModelConfig:
     """context tokens a GDPA block attends to"""
     seeds: int = 16
     """learned queries of seed pooling"""
+    counting_seeds: int = 4
+    """of the seeds, those that sum over the history instead of averaging (0: none)"""
     pooled_tokens: int = 8
-    """tokens a stream hands back to the feature side"""
+    """tokens a stream's seeds are mapped to and handed to the feature side"""
+    recent_tokens: int = 2
+    """newest events handed to the feature side as they are"""
     sumkron_rank: int = 2
     """terms of the SumKron map from seeds to pooled tokens"""
     activation: str = "gelu"
@@ -173,12 +179,26 @@ class ModelConfig:
     match: bool = True
     """tell each event whether it shares an id with the candidate"""
     head_hidden: int = 128
+    """width of the first hidden layer of a task's head, twice the second's"""
 
     def __post_init__(self) -> None:
-        counts = "dim layers num_feature_tokens num_summary num_kv seeds pooled_tokens sumkron_rank experts"
+        counts = "dim layers num_feature_tokens num_summary num_kv seeds pooled_tokens sumkron_rank experts heads"
         for name in f"{counts} linear_tokens fm_rank expert_hidden head_hidden".split():
             _at_least(f"model.{name}", getattr(self, name), 1)
         _at_least("model.fm_tokens", self.fm_tokens, 0)
+        _at_least("model.recent_tokens", self.recent_tokens, 0)
+        _at_least("model.num_feature_tokens", self.num_feature_tokens, 2)
+        _require(
+            0 <= self.counting_seeds <= self.seeds,
+            "model.counting_seeds",
+            self.counting_seeds,
+            f"must lie between 0 and model.seeds ({self.seeds})",
+            "0 lets every seed average",
+        )
+        _require(
+            self.dim % self.heads == 0, "model.dim", self.dim, f"must be a multiple of heads ({self.heads})",
+            f"for example {32 * self.heads}",
+        )
         _one_of("model.activation", self.activation, ACTIVATIONS)
         _require(
             bool(self.schedule) and set(self.schedule) <= set("GSF"),

@@ -19,7 +19,8 @@ class Batch:
         attributes, float32 `[T]` for dense ones, and "stream.timestamp" int64 `[T]` (seconds). All attributes of one
         stream share one `offsets` tensor.
     features: name -> int64 `[B]` (id, bits), float32 `[B]` (dense) or int64 Jagged (ids).
-    labels: name -> float32 `[B]` in [0, 1]. weights: float32 `[B]`, >= 0. timestamps: int64 `[B]`, request time.
+    labels: name -> float32 `[B]` in [0, 1], NaN where unknown. weights: float32 `[B]`, >= 0.
+    timestamps: int64 `[B]`, request time.
     rows: int64 `[B]`, the sample's position in the data set (predictions are written in that order).
     An empty batch (B = 0) is legal.
     """

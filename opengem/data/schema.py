@@ -80,7 +80,10 @@ class Stream:
 
 @dataclass(frozen=True)
 class Label:
-    """A target in [0, 1]. `given`: it is defined only where that other label is 1 (for example convert given click)."""
+    """A target in [0, 1]; null where it is not known (a conversion window that is still open), which counts nowhere.
+
+    given: the label is defined only where that other label is 1 (for example convert given click).
+    """
 
     name: str
     given: str = ""

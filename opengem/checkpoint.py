@@ -1,0 +1,89 @@
+"""Checkpoints that are complete or ignored.
+
+A checkpoint is written with torch.distributed.checkpoint into a hidden folder, marked complete, and only then renamed
+to `step-<n>`. A run killed at any moment therefore leaves the previous checkpoint usable, and a folder without the
+marker is never loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from pathlib import Path
+
+import torch.distributed.checkpoint as dcp
+
+from opengem.errors import UserError
+
+MARKER = "COMPLETE"
+
+
+def save(folder: Path, step: int, state: dict, keep: int) -> Path:
+    """Write `state` (nested dict of tensors and plain values) as `folder/step-<step>`; keep the newest `keep`.
+
+    Raises UserError when the disk is full or not writable; earlier checkpoints are untouched then.
+    """
+    target, building = folder / f"step-{step:09d}", folder / f".step-{step:09d}.building"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(building, ignore_errors=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "torch.distributed is not initialised": one process is a legal job
+            dcp.save(state, checkpoint_id=building)
+        _write_marker(building, step)
+        shutil.rmtree(target, ignore_errors=True)
+        building.rename(target)
+    except (OSError, dcp.api.CheckpointException, RuntimeError) as error:
+        shutil.rmtree(building, ignore_errors=True)
+        raise UserError(
+            f"checkpoint of step {step} could not be written to {folder}: {_cause(error)}; free some space or choose "
+            "another --out. The last complete checkpoint is intact and `--resume auto` continues from it"
+        ) from error
+    for old in complete(folder)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+def complete(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if (path / MARKER).is_file())
+
+
+def find(folder: Path) -> Path | None:
+    """The newest complete checkpoint, or None. Says which newer folders were passed over because incomplete."""
+    usable = complete(folder)
+    newest = usable[-1].name if usable else ""
+    for path in sorted(folder.glob("*step-*")):
+        if not (path / MARKER).is_file() and path.name.lstrip(".") > newest:
+            print(f"checkpoint {path} is incomplete (the run ended while saving) and is ignored")
+    return usable[-1] if usable else None
+
+
+def load(path: Path, state: dict) -> None:
+    """Fill `state` in place from a complete checkpoint. Raises UserError if it is incomplete or does not fit."""
+    if not (path / MARKER).is_file():
+        raise UserError(f"{path} is not a complete checkpoint (no {MARKER} file); choose one of its siblings")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(state, checkpoint_id=path)
+    except (dcp.api.CheckpointException, KeyError, ValueError, RuntimeError, OSError) as error:
+        raise UserError(
+            f"checkpoint {path} does not fit this model: {_cause(error)}; resume with the config it was made with"
+        ) from error
+
+
+def _write_marker(folder: Path, step: int) -> None:
+    with open(folder / MARKER, "w") as file:
+        file.write(f"{step}\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _cause(error: BaseException) -> str:
+    """One line for an error of the checkpoint library, which wraps the cause of each rank."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        error = next(iter(failures.values()))[0]
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,0 +1,292 @@
+"""The `opengem` command. Exit status: 0 done; 2 wrong input; 3 non-finite loss or gradient; 1 the rest."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import io
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from opengem.config import Config, from_json, to_json
+from opengem.errors import NonFiniteError, UserError
+
+DATA_KINDS = {
+    "synthetic": "opengem.data.synthetic",
+    "completejourney": "opengem.data.completejourney",
+    "online-retail": "opengem.data.online_retail",
+    "openbandit": "opengem.data.openbandit",
+    "import": "opengem.data.importer",
+}
+RECIPES = ("tiny", "small", "medium", "large")
+
+HELP = """usage: opengem COMMAND ...
+
+  data KIND --out DIR ...         make a data set; KIND is synthetic, completejourney, online-retail, openbandit, import
+  train RECIPE --data DIR --out RUN [--steps N] [--resume auto|never|PATH] [--section.field VALUE ...]
+                                  train; RECIPE is tiny, small, medium, large or a config.json
+  train RECIPE --print-config     print the configuration as JSON, which is a RECIPE itself
+  evaluate RUN --data DIR         score splits with the newest checkpoint
+  predict RUN --data DIR --out FILE.parquet
+                                  write a probability per sample and task
+  report RUN [OTHER ...]          write one self-contained HTML page; several runs are compared
+  bench kernels --op OP [--peers] [--out FILE.jsonl]
+                                  time kernels and their peers on this GPU
+  doctor                          versions, devices, which kernel runs where, what is missing
+
+Every command answers --help with all its flags."""
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a recipe on a data set; any field of the recipe is a flag."""
+
+    data: Path | None = None
+    """data folder, made by `opengem data`"""
+    out: Path | None = None
+    """run folder to write"""
+    resume: str = "auto"
+    """auto: continue a run found in --out; never: refuse it; or the path of a checkpoint"""
+    steps: int = 0
+    """stop after this many steps, short for --train.steps"""
+    baselines: bool = True
+    """fit the data set's baselines in the same run"""
+    print_config: bool = False
+    """print the configuration as JSON and stop"""
+    config: Annotated[Config, tyro.conf.arg(name="")] = Config()
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Score splits with the newest checkpoint of a run: one line per split and task."""
+
+    run: tyro.conf.Positional[Path]
+    data: Path
+    """data folder"""
+    split: tuple[str, ...] = ()
+    """splits to score (default: those of the run's config)"""
+    progressive: bool = False
+    """predict each batch, then learn from it (online training); the run folder is not changed"""
+
+
+@dataclass(frozen=True)
+class Predict:
+    """Write predictions to Parquet: row, timestamp and one probability per task; row order kept."""
+
+    run: tyro.conf.Positional[Path]
+    data: Path
+    """data folder"""
+    out: Path
+    """Parquet file to write"""
+    split: str = "test"
+    """split to score, or all"""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write one self-contained HTML page about a run; several runs are compared."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    out: Path | None = None
+    """file to write (default: report.html in the first run folder)"""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Time the cases of one op and, with --peers, the libraries it is compared with, in one process on this GPU."""
+
+    what: tyro.conf.Positional[Literal["kernels"]]
+    op: str
+    """op folder, for example jfa"""
+    peers: bool = False
+    """also time the peers that are installed"""
+    case: tuple[str, ...] = ()
+    """only these cases"""
+    out: Path | None = None
+    """JSON-lines file the rows are appended to"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit with the documented status."""
+    try:
+        run(list(sys.argv[1:] if arguments is None else arguments))
+    except UserError as error:
+        print(f"opengem: {error}", file=sys.stderr)
+        sys.exit(2)
+    except NonFiniteError as error:
+        print(f"opengem: training stopped: {error}", file=sys.stderr)
+        sys.exit(3)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def run(arguments: list[str]) -> None:
+    """Dispatch one command; raises UserError or NonFiniteError."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(HELP)
+    elif arguments[0] == "--version":
+        print(importlib.import_module("opengem").__version__)
+    else:
+        _choose(arguments[0], COMMANDS, "command")(arguments[1:])
+
+
+def _data(arguments: list[str]) -> None:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(f"usage: opengem data KIND --out DIR ...\nKIND is one of {', '.join(DATA_KINDS)}")
+        return
+    module = importlib.import_module(_choose(arguments[0], DATA_KINDS, "data kind"))
+    _parse(module.build, arguments[1:], f"opengem data {arguments[0]}")
+
+
+def _train(arguments: list[str]) -> None:
+    if not arguments or arguments[0].startswith("-"):
+        if arguments[:1] in (["-h"], ["--help"]):
+            arguments = ["tiny", "--help"]
+        else:
+            raise UserError(f"train needs a recipe first: {', '.join(RECIPES)} or a config.json")
+    options = _parse(Train, arguments[1:], f"opengem train {arguments[0]}", Train(config=load_recipe(arguments[0])))
+    config = options.config
+    if options.steps:
+        config = replace(config, train=replace(config.train, steps=options.steps))
+    if options.print_config:
+        print(to_json(config))
+        return
+    for name in ("data", "out"):
+        if getattr(options, name) is None:
+            raise UserError(f"train needs --{name} FOLDER (data: made by `opengem data`; out: the run folder to write)")
+    from opengem.efficiency import report
+    from opengem.train import train
+
+    summary = train(config, options.data, options.out, options.resume, options.baselines)
+    _print_splits(summary["splits"], summary["baselines"])
+    print(f"report: {report.write([options.out])}")
+
+
+def load_recipe(name: str) -> Config:
+    """The config a recipe name or a config.json stands for."""
+    if name.endswith(".json"):
+        if not Path(name).is_file():
+            raise UserError(f"recipe file {name} does not exist; print one with `opengem train tiny --print-config`")
+        return from_json(Path(name).read_text(), name)
+    return importlib.import_module(f"recipes.{_choose(name, {r: r for r in RECIPES}, 'recipe')}").recipe()
+
+
+def _evaluate(arguments: list[str]) -> None:
+    options = _parse(Evaluate, arguments, "opengem evaluate")
+    from opengem.evaluate import base_rates, evaluate_split
+    from opengem.job import open_run
+
+    job = open_run(options.run, options.data)
+    rates = base_rates(options.data, job.schema, job.config.data.train_split)
+    for split in options.split or job.config.data.eval_splits:
+        _print_splits({split: evaluate_split(job, options.data, split, rates, options.progressive)}, {})
+
+
+def _predict(arguments: list[str]) -> None:
+    options = _parse(Predict, arguments, "opengem predict")
+    from opengem.evaluate import predict
+    from opengem.job import open_run
+
+    rows = predict(open_run(options.run, options.data), options.data, options.split, options.out)
+    print(f"{rows:,} predictions written to {options.out}")
+
+
+def _report(arguments: list[str]) -> None:
+    options = _parse(Report, arguments, "opengem report")
+    from opengem.efficiency import report
+
+    print(f"report: {report.write(list(options.runs), options.out)}")
+
+
+def _bench(arguments: list[str]) -> None:
+    options = _parse(Bench, arguments, "opengem bench")
+    from benchmarks import run as bench
+
+    bench.kernels(options.op, options.out, options.peers, options.case)
+
+
+def _doctor(arguments: list[str]) -> None:
+    if arguments:
+        print("usage: opengem doctor\nPrints versions, devices, which kernel runs where, and what is missing.")
+        return
+    from opengem.efficiency import doctor
+
+    print(doctor.text())
+
+
+COMMANDS: dict[str, Callable[[list[str]], None]] = {
+    "data": _data,
+    "train": _train,
+    "evaluate": _evaluate,
+    "predict": _predict,
+    "report": _report,
+    "bench": _bench,
+    "doctor": _doctor,
+}
+
+
+def _parse(target: Any, arguments: list[str], program: str, default: Any = None) -> Any:
+    """tyro over `target`; a wrong flag or value is one line that names the nearest flag."""
+    keywords = {} if default is None else {"default": default}
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            result, unknown = tyro.cli(target, prog=program, args=arguments, return_unknown_args=True, **keywords)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise UserError(f"{program}: {_one_line(said.getvalue())}; see `{program} --help`") from None
+    if unknown:
+        raise UserError(f"{program}: no flag {unknown[0]!r}; {_nearest(unknown[0], _flags(target, program, keywords))}")
+    return result
+
+
+def _flags(target: Any, program: str, keywords: dict) -> list[str]:
+    """Every flag of a command, read off its help text."""
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+        tyro.cli(target, prog=program, args=["--help"], console_outputs=True, **keywords)
+    return sorted(set(re.findall(r"--[a-z][a-z0-9.\-]+", shown.getvalue())))
+
+
+def _one_line(text: str) -> str:
+    """tyro's boxed message without the box."""
+    bare = re.sub(r"[╭╮╰╯│─┌┐└┘├┤]+", " ", text)
+    return " ".join(bare.split())[:300].removesuffix(".") or "arguments could not be read"
+
+
+def _choose(name: str, known: dict[str, Any], what: str) -> Any:
+    if name not in known:
+        raise UserError(f"no {what} {name!r}; {_nearest(name, known)}")
+    return known[name]
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), 1, 0.5)
+    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+
+
+def _print_splits(splits: dict[str, dict], baselines: dict[str, dict]) -> None:
+    """A table of NE, AUC and calibration: the model first, then each baseline on the same rows."""
+    rows = [("model", split, task, m) for split, tasks in splits.items() for task, m in tasks.items()]
+    rows += [
+        (name, split, task, m)
+        for name, by_split in baselines.items()
+        for split, tasks in by_split.items()
+        for task, m in tasks.items()
+    ]
+    print(f"{'':<14}{'split':<10}{'task':<12}{'NE':>8}{'AUC':>8}{'calibr.':>9}{'rows':>12}")
+    for name, split, task, m in rows:
+        ne, auc, calibration = (_number(m[key]) for key in ("ne", "auc", "calibration"))
+        print(f"{name:<14}{split:<10}{task:<12}{ne:>8}{auc:>8}{calibration:>9}{m['rows']:>12,}")
+
+
+def _number(value: float | None) -> str:
+    return "undef." if value is None else f"{value:.4f}"

@@ -1,0 +1,108 @@
+"""Score a split: metrics per task, predictions per row, and the progressive (predict, then train) pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from opengem.data.batch import Batch
+from opengem.data.schema import Label, Schema
+from opengem.data.store import Samples
+from opengem.errors import NonFiniteError, UserError
+from opengem.job import Job
+from opengem.metrics import calibration_curve, summarize
+
+
+def base_rates(folder: Path, schema: Schema, split: str) -> dict[str, float | None]:
+    """Weighted mean label of each task over a split (None without weight): the constant NE is measured against."""
+    names = [label.name for label in schema.labels]
+    samples = Samples.open(folder, schema, columns=[*names, "weight"])
+    first, last = samples.split(split)
+    mass, total = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
+    step = 1 << 20
+    for start in range(first, last, step):
+        columns = samples.read(start, min(start + step, last))
+        for label in schema.labels:
+            weight = counted_weights(label, columns, columns["weight"])
+            mass[label.name] += float(weight.sum())
+            total[label.name] += float((weight * np.nan_to_num(columns[label.name])).sum())
+    return {name: total[name] / mass[name] if mass[name] > 0 else None for name in names}
+
+
+def counted_weights(label: Label, labels: dict[str, np.ndarray], weights: np.ndarray) -> np.ndarray:
+    """float64 `[N]`: the weight of each row for `label`; 0 where it is unknown (NaN) or its condition is not 1."""
+    counts = ~np.isnan(labels[label.name])
+    if label.given:
+        counts &= labels[label.given] == 1
+    return weights.astype(np.float64) * counts
+
+
+def score(job: Job, batches: Iterable[Batch]) -> Iterator[tuple[Batch, dict[str, torch.Tensor]]]:
+    """(batch on the host, label -> probabilities `[B]` float32 on the host) for each batch, without learning."""
+    job.model.eval()
+    with torch.no_grad():
+        for batch in batches:
+            logits = job.forward(batch.to(job.device, non_blocking=True))
+            yield batch, {name: value.float().sigmoid().cpu() for name, value in logits.items()}
+
+
+def score_progressively(job: Job, batches: Iterable[Batch]) -> Iterator[tuple[Batch, dict[str, torch.Tensor]]]:
+    """As `score`, but each batch is learned from after it was predicted (online training on the split)."""
+    job.model.train()
+    for batch in batches:
+        on_device = batch.to(job.device, non_blocking=True)
+        logits = job.forward(on_device)
+        probabilities = {name: value.detach().float().sigmoid().cpu() for name, value in logits.items()}
+        finite, _ = job.learn(job.loss(logits, on_device))
+        if not finite:
+            raise NonFiniteError(f"progressive evaluation: non-finite loss or gradient after {job.step} steps")
+        yield batch, probabilities
+
+
+def evaluate_split(
+    job: Job, folder: Path, split: str, rates: dict[str, float | None], progressive: bool = False
+) -> dict[str, dict]:
+    """label -> metrics of `split` (`metrics.summarize`, plus `calibration_curve`).
+
+    A conditional label is scored on the rows where its condition is 1, with its conditional probability.
+    """
+    loader = job.loader(folder, split, training=progressive)
+    scored = list((score_progressively if progressive else score)(job, loader))
+    if not scored:
+        raise UserError(f"split {split!r} of {folder} has no rows; check `splits` in its schema.json")
+    weights = torch.cat([batch.weights for batch, _ in scored]).numpy()
+    labels = {
+        label.name: torch.cat([batch.labels[label.name] for batch, _ in scored]).numpy() for label in job.schema.labels
+    }
+    results = {}
+    for label in job.schema.labels:
+        predictions = torch.cat([p[label.name] for _, p in scored]).numpy()
+        counted, target = counted_weights(label, labels, weights), np.nan_to_num(labels[label.name])
+        results[label.name] = summarize(predictions, target, counted, rates[label.name])
+        results[label.name]["calibration_curve"] = calibration_curve(predictions, target, counted)
+    return results
+
+
+def predict(job: Job, folder: Path, split: str, out: Path) -> int:
+    """Write `row`, `timestamp` and one probability column per label to Parquet, row order kept; returns the row count.
+
+    `split` "all" scores every sample. The file appears under its name only when it is whole.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    names = [label.name for label in job.schema.labels]
+    fields = [pa.field("row", pa.int64()), pa.field("timestamp", pa.int64())]
+    schema = pa.schema(fields + [pa.field(name, pa.float32()) for name in names])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    building, rows = out.with_name(f".{out.name}.building"), 0
+    with pq.ParquetWriter(building, schema) as writer:
+        for batch, probabilities in score(job, job.loader(folder, split, training=False)):
+            columns = [batch.rows.numpy(), batch.timestamps.numpy(), *(probabilities[name].numpy() for name in names)]
+            writer.write_table(pa.table([pa.array(c) for c in columns], schema=schema))
+            rows += batch.batch_size
+    building.rename(out)
+    return rows

@@ -1,0 +1,137 @@
+"""Everything a run holds in memory: schema, tables, model, optimiser; built alike to train, evaluate and predict."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from opengem import checkpoint
+from opengem.config import Config, from_json
+from opengem.data.batch import Batch
+from opengem.data.loader import Loader, input_features
+from opengem.data.schema import Schema
+from opengem.errors import UserError
+from opengem.loss import multi_task_loss
+from opengem.model.gem import GEM, stream_config
+from opengem.optim import clip_gradients, dense_optimizer, rate, set_rate
+from opengem.sparse.collection import EmbeddingCollection
+
+
+@dataclass
+class Job:
+    """A model in training or in use. `step` counts optimiser steps; `total_steps` shapes the learning-rate schedule."""
+
+    config: Config
+    schema: Schema
+    device: torch.device
+    dtype: torch.dtype
+    embeddings: EmbeddingCollection
+    model: GEM
+    optimizer: torch.optim.Optimizer
+    step: int = 0
+    total_steps: int = 1
+
+    @property
+    def max_lengths(self) -> dict[str, int]:
+        """stream -> newest events of a history that the model sees."""
+        return {s.name: stream_config(self.config.model, s.name).max_length for s in self.schema.streams}
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        """Logits `[B]` by label, of a batch on the job's device."""
+        embedded = self.embeddings(batch)
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            return self.model(batch, embedded)
+
+    def loss(self, logits: dict[str, Tensor], batch: Batch) -> Tensor:
+        optim = self.config.optim
+        return multi_task_loss(logits, batch, self.schema.labels, optim.task_weights, optim.esmm)
+
+    def learn(self, loss: Tensor) -> tuple[bool, Tensor]:
+        """Backward, check, step. Returns (finite, dense gradient norm); nothing is updated when not finite."""
+        loss.backward()
+        norm = clip_gradients(self.model, self.config.optim.clip_norm)
+        finite = bool(torch.isfinite(loss) & torch.isfinite(norm) & self.embeddings.finite())
+        if finite:
+            factor = rate(self.step, self.total_steps, self.config.optim)
+            set_rate(self.optimizer, factor * self.config.optim.lr)
+            self.optimizer.step()
+            self.embeddings.step(factor * self.config.sparse.lr)
+            self.step += 1
+        else:
+            self.embeddings.discard()
+        self.optimizer.zero_grad(set_to_none=True)
+        return finite, norm
+
+    def loader(self, folder: Path, split: str, training: bool) -> Loader:
+        """Batches of one split, in the order training or evaluation reads them."""
+        data = self.config.data
+        return Loader(
+            folder,
+            self.schema,
+            data,
+            max_lengths=self.max_lengths,
+            split=split,
+            batch_size=data.batch_size if training else data.eval_batch_size,
+            seed=self.config.train.seed,
+        )
+
+    def state(self, progress: str) -> dict:
+        """What a checkpoint holds, under global names. `progress`: JSON text of where the run stands."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        state = {"model": model, "optimizer": optimizer, "embeddings": self.embeddings.state_dict()}
+        state["random"] = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            state["random"]["cuda"] = torch.cuda.get_rng_state(self.device)
+        return state | {"progress": {"json": progress}}
+
+    def restore(self, path: Path) -> str:
+        """Load a complete checkpoint into this job; returns the progress text it was saved with."""
+        state = self.state("")
+        checkpoint.load(path, state)
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        self.embeddings.load_state_dict(state["embeddings"])
+        torch.set_rng_state(state["random"]["cpu"])
+        if "cuda" in state["random"]:
+            torch.cuda.set_rng_state(state["random"]["cuda"], self.device)
+        return state["progress"]["json"]
+
+
+def build(config: Config, schema: Schema) -> Job:
+    """A fresh job; parameters depend on `train.seed` alone."""
+    device, dtype = pick_device(config)
+    torch.manual_seed(config.train.seed)
+    features = input_features(schema, config.data)
+    embeddings = EmbeddingCollection(schema, features, config.sparse, device, config.train.seed)
+    model = GEM(schema, features, config.model, config.sparse.dim).to(device)
+    if config.train.compile:
+        model.compile()
+    optimizer = dense_optimizer(model, config.optim, device)
+    return Job(config, schema, device, dtype, embeddings, model, optimizer)
+
+
+def open_run(run: Path, data: Path) -> Job:
+    """The job of a finished or running run folder, at its newest complete checkpoint."""
+    path = Path(run) / "config.json"
+    if not path.is_file():
+        raise UserError(f"{run} is no run folder (no config.json); give the --out folder of `opengem train`")
+    job = build(from_json(path.read_text(), str(path)), Schema.load(data))
+    newest = checkpoint.find(Path(run) / "checkpoints")
+    if newest is None:
+        raise UserError(f"{run} has no complete checkpoint; train it first with `opengem train ... --out {run}`")
+    job.restore(newest)
+    return job
+
+
+def pick_device(config: Config) -> tuple[torch.device, torch.dtype]:
+    """Device and compute dtype the config stands for on this machine."""
+    name, dtype = config.train.device, config.train.dtype
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("config train.device = 'cuda': this machine has no CUDA device; use --train.device cpu or auto")
+    device = torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+    if dtype == "auto":
+        dtype = "bfloat16" if device.type == "cuda" else "float32"
+    return device, getattr(torch, dtype)

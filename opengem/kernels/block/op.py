@@ -1,0 +1,112 @@
+"""`block_attention`: softmax attention inside 64-token blocks, optionally with the rotary embedding fused in.
+
+Half-way between full attention and pooling: cost is linear in the history's length, and no block sees another. Block
+boundaries are counted from each sample's start. One block is one tile, so there is no online softmax, no log-sum-exp
+in memory and no pass over the output in the backward.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from opengem.kernels import backend
+from opengem.kernels.block import cost, reference
+from opengem.kernels.jagged_ops.check import check_offsets, check_same
+from opengem.kernels.rope.op import check_rope
+
+
+def block_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *, max_length: int, block: int = 64,
+                    scale: float | None = None, rope: tuple | None = None) -> Tensor:
+    """`softmax(scale * q k^T) v` where row i of a sample sees row j of it if `i // block == j // block`.
+
+    q, k, v: `[T, H, D]`, same shape and dtype; strided views of a fused buffer are fine. offsets: int32 or int64
+    `[B + 1]`. max_length: host bound of the sample lengths. scale: default `D ** -0.5`.
+    rope: None, or (cos, sin) or (cos, sin, interleaved) as `apply_rope` takes them: q and k are rotated inside the
+    kernel, and their gradients rotated back, without touching memory.
+    Returns `[T, H, D]`, contiguous. Empty samples and an empty batch are ordinary. On a GPU, rows behind `offsets[-1]`
+    give zero output and zero gradients; on a CPU they are an error.
+    Raises ValueError naming the argument for wrong shapes, dtypes, devices or short tables.
+    """
+    _check(q, k, v, block)
+    check_offsets("block_attention", offsets, q.shape[0], q.device, max_length)
+    cos, sin, interleaved = _tables(rope, q, offsets, max_length)
+    scale = q.shape[2] ** -0.5 if scale is None else float(scale)
+    return _block_fwd(q, k, v, offsets, cos, sin, max_length, block, scale, interleaved)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, block: int) -> None:
+    if q.dim() != 3 or k.shape != q.shape or v.shape != q.shape:
+        raise ValueError(
+            f"block_attention: q, k and v must share one shape [T, H, D], got {list(q.shape)}, {list(k.shape)} and "
+            f"{list(v.shape)}; repeat the heads of k and v if there are fewer"
+        )
+    check_same("block_attention", q=q, k=k, v=v)
+    if block < 1:
+        raise ValueError(f"block_attention: block must be at least 1, got {block}")
+
+
+def _tables(rope: tuple | None, q: Tensor, offsets: Tensor, max_length: int) -> tuple[Tensor, Tensor, bool]:
+    if rope is None:
+        none = q.new_empty((0, q.shape[2] // 2), dtype=torch.float32)
+        return none, none, False
+    if len(rope) not in (2, 3):
+        raise ValueError(f"block_attention: rope must be (cos, sin) or (cos, sin, interleaved), got {len(rope)} items")
+    cos, sin, interleaved = (*rope, False)[:3]
+    check_rope("block_attention", offsets, cos, sin, q.shape[2], max_length)
+    return cos, sin, bool(interleaved)
+
+
+def _implementation(q: Tensor, block: int):
+    kind = backend.implementation("block", q.device, dtype=q.dtype, head_dim=q.shape[2], block=block)
+    if kind == "reference":
+        return reference
+    from opengem.kernels.block import triton
+
+    return triton
+
+
+@torch.library.custom_op("opengem::block_fwd", mutates_args=())
+def _block_fwd(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, cos: Tensor, sin: Tensor, max_length: int,
+               block: int, scale: float, interleaved: bool) -> Tensor:
+    return _implementation(q, block).block_forward(q, k, v, offsets, cos, sin, max_length, block, scale, interleaved)
+
+
+@torch.library.custom_op("opengem::block_bwd", mutates_args=())
+def _block_bwd(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, cos: Tensor, sin: Tensor,
+               max_length: int, block: int, scale: float, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
+    run = _implementation(q, block).block_backward
+    return run(grad, q, k, v, offsets, cos, sin, max_length, block, scale, interleaved)
+
+
+@_block_fwd.register_fake
+def _(q, k, v, offsets, cos, sin, max_length, block, scale, interleaved):
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+@_block_bwd.register_fake
+def _(grad, q, k, v, offsets, cos, sin, max_length, block, scale, interleaved):
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+
+
+def _setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:6])
+    ctx.options = inputs[6:]
+
+
+def _backward(ctx, grad):
+    return *_block_bwd(grad, *ctx.saved_tensors, *ctx.options), *[None] * 7
+
+
+_block_fwd.register_autograd(_backward, setup_context=_setup)
+
+
+@register_flop_formula(torch.ops.opengem.block_fwd, get_raw=True)
+def _forward_flops(q, k, v, offsets, cos, sin, max_length, block, *args, out_val=None, **kwargs) -> int:
+    return cost.flops(offsets.diff().tolist(), q.shape[1], q.shape[2], block=block)
+
+
+@register_flop_formula(torch.ops.opengem.block_bwd, get_raw=True)
+def _backward_flops(grad, q, k, v, offsets, cos, sin, max_length, block, *args, out_val=None, **kwargs) -> int:
+    return int(cost.BACKWARD_MFU * cost.flops(offsets.diff().tolist(), q.shape[1], q.shape[2], block=block))

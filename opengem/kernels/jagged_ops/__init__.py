@@ -1,0 +1,1 @@
+"""Copies and products between jagged and dense tensors. Start with `op.py`."""

@@ -1,0 +1,1 @@
+"""Jagged Flash Attention: exact softmax attention over sequences of different lengths, without padding."""

@@ -1,0 +1,1 @@
+"""RMS and layer normalisation with optional fused residual sum and MX quantisation. Start with `op.py`."""

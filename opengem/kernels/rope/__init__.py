@@ -1,0 +1,1 @@
+"""Rotary position embedding on jagged rows: positions restart at every sample. Start with `op.py`."""

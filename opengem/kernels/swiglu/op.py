@@ -1,0 +1,62 @@
+"""`swiglu`: `silu(gate) * up` (Shazeer, "GLU Variants Improve Transformer") on one fused projection output.
+
+Only the input is kept for the backward; `silu(gate)` is computed again. Gate and up come as the two halves of one
+tensor, so that one product makes them and one gradient tensor goes back into it without a concatenation.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from opengem.kernels import backend
+from opengem.kernels.swiglu import reference
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """`silu(x[..., :F]) * x[..., F:]`: `[..., 2 F]` to `[..., F]`, same dtype, computed in fp32 or wider.
+
+    An empty x gives an empty result. Raises ValueError if the last dimension is odd or x is not floating point.
+    """
+    if x.dim() < 1 or x.shape[-1] % 2 or not x.is_floating_point():
+        raise ValueError(f"swiglu: x must be floating point [..., 2 F] (gate, then up), got {x.dtype} {list(x.shape)}")
+    return _swiglu_fwd(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], x.shape[-1] // 2)
+
+
+def _implementation(x: Tensor):
+    if backend.implementation("swiglu", x.device, dtype=x.dtype) == "reference":
+        return reference
+    from opengem.kernels.swiglu import triton
+
+    return triton
+
+
+@torch.library.custom_op("opengem::swiglu_fwd", mutates_args=())
+def _swiglu_fwd(x: Tensor) -> Tensor:
+    return _implementation(x).swiglu_forward(x)
+
+
+@torch.library.custom_op("opengem::swiglu_bwd", mutates_args=())
+def _swiglu_bwd(grad: Tensor, x: Tensor) -> Tensor:
+    return _implementation(x).swiglu_backward(grad, x)
+
+
+@_swiglu_fwd.register_fake
+def _(x):
+    return x.new_empty(x.shape[0], x.shape[1] // 2)
+
+
+@_swiglu_bwd.register_fake
+def _(grad, x):
+    return x.new_empty(x.shape)
+
+
+def _setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, grad):
+    return _swiglu_bwd(grad, *ctx.saved_tensors)
+
+
+_swiglu_fwd.register_autograd(_backward, setup_context=_setup)

@@ -1,0 +1,94 @@
+"""Weighted multi-task binary cross entropy, and the running sums behind the training curve.
+
+The loss of a task is the weighted sum of its log losses over the GLOBAL weight sum (over all ranks and micro-batches),
+so that moving samples between ranks never changes the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from opengem.data.batch import Batch
+from opengem.data.schema import Label
+
+
+def task_weights(batch: Batch, labels: Sequence[Label], esmm: bool = False) -> dict[str, Tensor]:
+    """float32 `[B]` for each label: the sample weight where the label counts, else 0.
+
+    A conditional label counts where its condition is 1; under ESMM it counts everywhere. An unknown label (NaN, null in
+    the data) counts nowhere.
+    """
+    weights = {}
+    for label in labels:
+        counts = ~batch.labels[label.name].isnan()
+        if label.given and not esmm:
+            counts &= batch.labels[label.given] == 1
+        weights[label.name] = batch.weights * counts
+    return weights
+
+
+def multi_task_loss(
+    logits: dict[str, Tensor],
+    batch: Batch,
+    labels: Sequence[Label],
+    scale: dict[str, float],
+    esmm: bool = False,
+    weight_sums: dict[str, Tensor] | None = None,
+) -> Tensor:
+    """Scalar float32 loss: sum over tasks of `scale` x sum(weight x log loss) / weight sum.
+
+    logits: label -> `[B]`. weight_sums: label -> global weight sum (default: that of this batch). A task without weight
+    adds 0, so an empty batch has loss 0 and zero gradients.
+    """
+    weights = task_weights(batch, labels, esmm)
+    total = batch.weights.new_zeros((), dtype=torch.float32)
+    for label in labels:
+        weight, target = weights[label.name], batch.labels[label.name].nan_to_num(0.0)
+        if esmm and label.given:
+            losses = _product_log_loss(logits[label.name].float(), logits[label.given].float(), target)
+        else:
+            losses = F.binary_cross_entropy_with_logits(logits[label.name].float(), target, reduction="none")
+        mass = weight.sum() if weight_sums is None else weight_sums[label.name]
+        total = total + scale.get(label.name, 1.0) * (weight * losses).sum() / mass.clamp_min(1e-30)
+    return total
+
+
+def _product_log_loss(logits: Tensor, given: Tensor, target: Tensor) -> Tensor:
+    """Log loss of p = s(a) s(b), s the sigmoid; 1 - p = s(-a) + s(a) s(-b) keeps it stable for logits of any size."""
+    log_p = F.logsigmoid(logits) + F.logsigmoid(given)
+    log_not_p = torch.logaddexp(F.logsigmoid(-logits), F.logsigmoid(logits) + F.logsigmoid(-given))
+    return -(target * log_p + (1 - target) * log_not_p)
+
+
+class Meter:
+    """Sums of (weight, weight x log loss, weight x label, weight x prediction) per task, kept on the device.
+
+    Progressive validation: `add` takes logits computed BEFORE the step that learns from the batch.
+    """
+
+    def __init__(self, labels: Sequence[Label], device: torch.device) -> None:
+        self.labels = list(labels)
+        self.sums = torch.zeros(len(self.labels), 4, dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def add(self, logits: dict[str, Tensor], batch: Batch) -> None:
+        weights = task_weights(batch, self.labels)
+        rows = []
+        for label in self.labels:
+            logit, weight = logits[label.name].float(), weights[label.name]
+            target = batch.labels[label.name].nan_to_num(0.0)
+            loss = F.binary_cross_entropy_with_logits(logit, target, reduction="none")
+            parts = [weight, weight * loss, weight * target, weight * logit.sigmoid()]
+            rows.append(torch.stack([part.sum(dtype=torch.float64) for part in parts]))
+        self.sums += torch.stack(rows)
+
+    def read(self) -> dict[str, tuple[float, float, float, float]]:
+        """label -> (weight, loss sum, label sum, prediction sum); one host read."""
+        return {label.name: tuple(row) for label, row in zip(self.labels, self.sums.tolist(), strict=True)}
+
+    def reset(self) -> None:
+        self.sums.zero_()

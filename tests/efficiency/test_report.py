@@ -1,0 +1,82 @@
+"""The report is one self-contained page, also for a run that has not finished."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from opengem.config import Config, to_json
+from opengem.efficiency import doctor, report
+from opengem.errors import UserError
+
+
+def _run(folder, finished=True):
+    folder.mkdir()
+    (folder / "config.json").write_text(to_json(Config(name="<b>odd & name</b>")))
+    task = {"ne": 0.9, "logloss": 0.4, "calibration": 1.0}
+    lines = [
+        {
+            "step": s, "samples": 100 * s, "tokens": 900 * s, "loss": 0.7 - s / 100, "padding_avoided": 0.4,
+            "samples_per_s": None if s == 1 else 500.0, "memory_bytes": 2**30, "tasks": {"click": task},
+            "tasks_total": {"click": task},
+        }
+        for s in range(1, 6)
+    ]  # fmt: skip
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if finished:
+        final = {"ne": 0.85, "auc": None, "logloss": 0.4, "calibration": 1.01, "rows": 50}
+        curve = [
+            {"predicted": 0.1, "observed": 0.12, "weight": 25.0},
+            {"predicted": 0.3, "observed": 0.28, "weight": 25.0},
+        ]
+        summary = {
+            "steps": 5, "samples_per_s": 500.0, "splits": {"test": {"click": final | {"calibration_curve": curve}}},
+            "baselines": {"trees_6": {"test": {"click": final}}}, "lengths": {"view.timestamp": [3, 0, 2, 5]},
+            "environment": {"torch": "x"},
+        }  # fmt: skip
+        (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_the_page_needs_nothing_from_outside(tmp_path, finished):
+    page = report.write([_run(tmp_path / "a", finished)]).read_text()
+    assert not re.search(r"""(src|href)\s*=\s*["'](?!#|data:)""", page)
+    assert "<script" not in page
+    assert "@import" not in page
+    assert "&lt;b&gt;odd &amp; name" in page
+    assert page.count("<svg") >= 3
+    assert ("trees_6" in page) == finished
+    assert ("not finished" in page) != finished
+    assert "undefined" not in page
+
+
+def test_padding_waste_is_stated(tmp_path):
+    page = report.write([_run(tmp_path / "a")]).read_text()
+    assert f"padding would waste {1 - (2 * 2 + 3 * 5) / (10 * 3):.0%}" in page
+
+
+def test_two_runs_are_compared_on_one_page(tmp_path):
+    out = report.write([_run(tmp_path / "a"), _run(tmp_path / "b")], tmp_path / "compare.html")
+    page = out.read_text()
+    assert "(a)" in page
+    assert "(b)" in page
+
+
+def test_a_folder_without_a_run_is_an_error(tmp_path):
+    with pytest.raises(UserError, match="no run folder"):
+        report.write([tmp_path])
+
+
+def test_doctor_names_versions_and_what_is_missing(monkeypatch):
+    import importlib.util
+
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "obp" else real(name, *a))
+    text = doctor.text()
+    assert re.search(r"torch\s+\d", text)
+    assert "obp" in text
+    assert "pip install 'opengem[data]'" in text
+    assert "cpu:" in text
