@@ -6,7 +6,7 @@ import pytest
 
 aot = pytest.importorskip("tests.kernels.aot")
 MODULE = "opengem.sparse.lookup.triton"
-SCALARS = "lr eps moment_scale beta1 beta2 correction1 correction2".split()
+SCALARS = ["lr", "eps", "moment_scale", "beta1", "beta2", "correction1", "correction2"]
 
 
 def types_of(row: str, grad: str) -> dict[str, str]:
