@@ -1,4 +1,4 @@
-"""Runs the kernel tests of test_op.py in Triton's interpreter, in a process of its own (the switch is read on import)."""
+"""Runs the kernel tests of test_op.py in Triton's interpreter, in its own process (the switch is read on import)."""
 
 from __future__ import annotations
 
