@@ -57,8 +57,9 @@ def check(implementation: str, dim: int, backward: bool, blocks: int = 0) -> Non
 def _errors(implementation, dim, dtype, mask, q_lengths, kv_lengths, backward) -> dict:
     """Largest error relative to the largest value, of each result; infinite where not finite or not repeatable."""
     torch.manual_seed(0)
-    q, k, v = (torch.randn(sum(n) + 3, HEADS, dim, device="cuda", dtype=dtype).requires_grad_()
-               for n in (q_lengths, kv_lengths, kv_lengths))
+    rows = sum(q_lengths) + 3, sum(kv_lengths) + 3
+    shapes = (rows[0], HEADS, dim), (rows[1], HEADS // 2, dim), (rows[1], HEADS // 2, dim)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=dtype).requires_grad_() for shape in shapes)
     with torch.no_grad():  # rows behind the offsets must not be read
         for x in (q, k, v):
             x[-3:] = float("nan")
