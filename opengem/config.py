@@ -74,8 +74,22 @@ class SparseConfig:
     """learning rate of row-wise Adagrad"""
     eps: float = 1e-8
     """epsilon of row-wise Adagrad"""
+    dtype: str = "float32"
+    """of stored rows: float32, bfloat16 or float16 (16-bit rows are rounded stochastically)"""
+    fully_shard: bool = False
+    """split each copy of the tables over the mesh's sparse_replica ranks, and gather chunks of it when rows are read"""
+    replicas: str = "exact"
+    """exact: gradients of all copies are summed, as in one big model; average: each copy steps alone, then they are
+    averaged"""
+    check_replicas: bool = False
+    """compare all copies of the tables bit for bit after every step (slow)"""
+    chunk_mb: int = 256
+    """most bytes of rows a fully sharded lookup gathers at a time"""
 
     def __post_init__(self) -> None:
+        _one_of("sparse.dtype", self.dtype, ("float32", "bfloat16", "float16"))
+        _one_of("sparse.replicas", self.replicas, ("exact", "average"))
+        _at_least("sparse.chunk_mb", self.chunk_mb, 1)
         _at_least("sparse.dim", self.dim, 1)
         _at_least("sparse.max_rows", self.max_rows, 0)
         _at_least("sparse.init_std", self.init_std, 0.0)
@@ -122,6 +136,8 @@ class ModelConfig:
 
     dim: int = 64
     """width of non-sequence tokens"""
+    heads: int = 2
+    """attention heads over non-sequence tokens; dim must be a multiple"""
     layers: int = 2
     schedule: str = "GS"
     """one letter per layer, repeated: G = GDPA and fresh seed pooling, S = self-attention and the pooled tokens of the
@@ -135,8 +151,12 @@ class ModelConfig:
     """context tokens a GDPA block attends to"""
     seeds: int = 16
     """learned queries of seed pooling"""
+    counting_seeds: int = 4
+    """of the seeds, those that sum over the history instead of averaging (0: none)"""
     pooled_tokens: int = 8
-    """tokens a stream hands back to the feature side"""
+    """tokens a stream's seeds are mapped to and handed to the feature side"""
+    recent_tokens: int = 2
+    """newest events handed to the feature side as they are"""
     sumkron_rank: int = 2
     """terms of the SumKron map from seeds to pooled tokens"""
     activation: str = "gelu"
@@ -159,12 +179,26 @@ class ModelConfig:
     match: bool = True
     """tell each event whether it shares an id with the candidate"""
     head_hidden: int = 128
+    """width of the first hidden layer of a task's head, twice the second's"""
 
     def __post_init__(self) -> None:
-        counts = "dim layers num_feature_tokens num_summary num_kv seeds pooled_tokens sumkron_rank experts"
+        counts = "dim layers num_feature_tokens num_summary num_kv seeds pooled_tokens sumkron_rank experts heads"
         for name in f"{counts} linear_tokens fm_rank expert_hidden head_hidden".split():
             _at_least(f"model.{name}", getattr(self, name), 1)
         _at_least("model.fm_tokens", self.fm_tokens, 0)
+        _at_least("model.recent_tokens", self.recent_tokens, 0)
+        _at_least("model.num_feature_tokens", self.num_feature_tokens, 2)
+        _require(
+            0 <= self.counting_seeds <= self.seeds,
+            "model.counting_seeds",
+            self.counting_seeds,
+            f"must lie between 0 and model.seeds ({self.seeds})",
+            "0 lets every seed average",
+        )
+        _require(
+            self.dim % self.heads == 0, "model.dim", self.dim, f"must be a multiple of heads ({self.heads})",
+            f"for example {32 * self.heads}",
+        )
         _one_of("model.activation", self.activation, ACTIVATIONS)
         _require(
             bool(self.schedule) and set(self.schedule) <= set("GSF"),

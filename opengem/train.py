@@ -106,7 +106,7 @@ class Progress:
         """One line of metrics.jsonl: `tasks` since the last line, `tasks_total` since the start of the run."""
         line = {"step": job.step, "epoch": self.epoch, "samples": self.samples, "tokens": self.tokens}
         line |= {"timestamp": int(batch.timestamps.max()) if batch.batch_size else None}
-        line |= {"loss": float(loss), "grad_norm": float(norm), "lr": job.optimizer.param_groups[0]["lr"]}
+        line |= {"loss": float(loss.detach()), "grad_norm": float(norm), "lr": job.optimizer.param_groups[0]["lr"]}
         line["padding_avoided"] = 1 - self.tokens / self.padded_tokens if self.padded_tokens else 0.0
         line |= {"tasks": _tasks(self.window, rates), "tasks_total": _tasks(self.total, rates)}
         self.window.reset()
@@ -197,6 +197,6 @@ def _baselines(config: Config, data: Path, schema: Schema) -> dict:
 def _explain(job: Job, loss: Tensor, norm: Tensor, batch: Batch, out: Path) -> str:
     rows = f"rows {int(batch.rows.min())} to {int(batch.rows.max())}"
     return (
-        f"step {job.step + 1}, {rows}: loss {float(loss)}, dense gradient norm {float(norm)}; no step was taken, the "
+        f"step {job.step + 1}, {rows}: loss {loss.item()}, dense gradient norm {norm.item()}; no step was taken, the "
         f"last complete checkpoint in {out}/checkpoints is intact. Lower --optim.lr or --sparse.lr, or look at the rows"
     )

@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -159,16 +158,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
     known = list(known)
     close = difflib.get_close_matches(name, known, 1)
     return f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(known[:20]) or 'none'}"
-
-
-@contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """Turn whatever pyarrow says about an unreadable file into one line."""
-    try:
-        yield
-    except (pa.ArrowException, OSError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{path} cannot be read as Parquet ({reason}); copy it again or repeat the import") from error
 
 
 def to_numpy(chunks: pa.ChunkedArray, column: Column, file: Path | str, first_row: int = 0) -> np.ndarray | Lists:

@@ -151,9 +151,11 @@ def test_a_killed_import_is_not_taken_for_a_data_set(tmp_path):
     with pytest.raises(UserError) as error:
         Schema.load(tmp_path / "set")
     assert "no schema.json" in one_line(error)
+    small.write(tmp_path / "set")
+    assert Samples.open(tmp_path / "set", Schema.load(tmp_path / "set")).num_rows == 40
 
 
-def test_writer_refuses_a_folder_in_use_unless_told(folder):
+def test_writer_replaces_a_data_set_only_when_told(folder):
     (folder / "notes.txt").write_text("keep me")
     with pytest.raises(UserError) as error:
         Writer(folder, small.SCHEMA)
@@ -161,6 +163,25 @@ def test_writer_refuses_a_folder_in_use_unless_told(folder):
     assert (folder / "schema.json").exists()
     Writer(folder, small.SCHEMA, overwrite=True)
     assert not (folder / "schema.json").exists() and (folder / "notes.txt").exists()
+
+
+def test_writer_never_removes_files_of_others(tmp_path):
+    (tmp_path / "events").mkdir()
+    (tmp_path / "events/mine.parquet").write_text("raw logs")
+    with pytest.raises(UserError) as error:
+        Writer(tmp_path, small.SCHEMA, overwrite=True)
+    assert "holds no data set" in one_line(error)
+    assert (tmp_path / "events/mine.parquet").exists()
+
+
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
+    def full(self, *_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pq.ParquetWriter, "write_table", full)
+    with pytest.raises(UserError) as error:
+        small.write(tmp_path / "set")
+    assert "No space left on device" in one_line(error) and not (tmp_path / "set/schema.json").exists()
 
 
 def test_missing_folder(tmp_path):
@@ -185,7 +206,7 @@ def test_corrupt_parquet(folder, part, damage):
     with pytest.raises(UserError) as error:
         Events.open(folder, small.SCHEMA)
         Samples.open(folder, small.SCHEMA).read(0, 40)
-    assert "part-00000.parquet" in one_line(error) and "cannot be read as Parquet" in one_line(error)
+    assert "part-00000.parquet" in one_line(error) and "cannot be read (" in one_line(error)
 
 
 # ---- bad values ----------------------------------------------------------------------------------------------
@@ -200,6 +221,7 @@ BAD_SAMPLES = {
     "feature_nan": ("hour", 6, float("nan"), ["row 6", "'hour'", "nan is not a finite float32"]),
     "feature_inf": ("hour", 6, float("inf"), ["inf is not a finite float32"]),
     "null": ("hour", 7, None, ["row 7", "'hour'", "null"]),
+    "null_time": ("timestamp", 7, None, ["row 7", "'timestamp' is null"]),
     "null_in_list": ("tags", 7, [1, None], ["'tags'", "null inside a list"]),
     "weight_negative": ("weight", 2, -0.5, ["row 2", "weight -0.5"]),
     "unsorted": ("timestamp", 9, 0, ["row 9", "timestamp 0 is before the one above it", "sort"]),
@@ -367,3 +389,17 @@ def test_writer_names_wrong_calls(tmp_path):
         with pytest.raises(UserError) as error:
             call()
         assert words in one_line(error)
+
+
+def test_files_without_statistics(folder):
+    """Footers of other writers may lack the range of timestamps; then the column itself is read."""
+    file = folder / "samples/part-00000.parquet"
+    table = pq.read_table(file)
+    pq.write_table(table, file, write_statistics=False, row_group_size=7)
+    first, last = Samples.open(folder, small.SCHEMA).split("train")
+    assert (first, last) == (0, sum(t < 1_000 for t in table["timestamp"].to_pylist()))
+    at = table.schema.get_field_index("timestamp")
+    pq.write_table(table.set_column(at, "timestamp", pa.nulls(40, pa.int64())), file)
+    with pytest.raises(UserError) as error:
+        Samples.open(folder, small.SCHEMA)
+    assert "row 0: column 'timestamp' is null" in one_line(error)

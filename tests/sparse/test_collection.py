@@ -178,7 +178,7 @@ def test_two_batches_before_one_step_add_up():
         leaves[0].features[key].grad = embedded.features[key].grad.clone()
     once.step(0.1)
     twice.step(0.1)
-    assert weights and torch.equal(once.tables.weight, twice.tables.weight)
+    assert weights and torch.equal(once.storage.weight, twice.storage.weight)
 
 
 def test_a_gradient_that_is_not_finite_is_seen():
@@ -219,8 +219,8 @@ def test_state_dict_round_trip_is_bit_exact():
     for ours in (first, second):
         loss_of(ours(batch(items=(1, 2, 3)))).backward()
         ours.step(0.1)
-    assert torch.equal(first.tables.weight, second.tables.weight)
-    assert torch.equal(first.tables.moment, second.tables.moment)
+    assert torch.equal(first.storage.weight, second.storage.weight)
+    assert torch.equal(first.storage.moment, second.storage.moment)
 
 
 def test_load_names_the_table_that_does_not_fit():
@@ -234,9 +234,9 @@ def test_load_names_the_table_that_does_not_fit():
 
 def test_initial_rows_depend_on_seed_and_table_only():
     a, b = collection(init_std=0.5), collection(init_std=0.5)
-    assert torch.equal(a.tables.weight, b.tables.weight)
+    assert torch.equal(a.storage.weight, b.storage.weight)
     b.reinitialise(1)
-    assert not torch.equal(a.tables.weight, b.tables.weight)
+    assert not torch.equal(a.storage.weight, b.storage.weight)
     assert not torch.equal(a.state_dict()["weight"]["items"], a.state_dict()["weight"]["hour"][:10])
 
 

@@ -1,0 +1,194 @@
+"""Attention of the sequence side: a history to itself, a history to the features, learned seeds to a history.
+
+Every module takes the history as a Jagged `[T, d]` and keeps it ragged. Scales are constants of the config, never taken
+from a batch. Read `blocks.py` next.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from opengem.config import ModelConfig, StreamConfig
+from opengem.jagged import Jagged
+from opengem.kernels.block import cost as block_cost
+from opengem.kernels.block.op import block_attention
+from opengem.kernels.gdpa import cost as gdpa_cost
+from opengem.kernels.gdpa.op import gdpa
+from opengem.kernels.jfa import cost as jfa_cost
+from opengem.kernels.jfa.op import jagged_flash_attention
+from opengem.kernels.norm.op import layer_norm, rms_norm
+from opengem.kernels.rope.op import apply_rope
+from opengem.model.interaction import TokenMix
+
+Rotation = tuple[Tensor, Tensor]
+
+
+def rotation(history: Jagged, log_gap: Tensor, head_dim: int, *, positions: bool, time: bool) -> Rotation | None:
+    """(cos, sin), float32 `[T, head_dim / 2]`: the angles of every event, or None where neither is wanted.
+
+    angle_i = position * theta_i + log_gap * phi_i: position counts from 0 at the sample's oldest event, `log_gap`
+    float32 `[T]` is log(1 + seconds before the request / time scale) (ROTE of Kunlun, arXiv 2602.10016).
+    """
+    if not (positions or time):
+        return None
+    share = torch.arange(head_dim // 2, device=log_gap.device, dtype=torch.float32) / max(1, head_dim // 2)
+    angle = torch.zeros(log_gap.shape[0], head_dim // 2, device=log_gap.device)
+    if positions:
+        angle = angle + history.positions[:, None].float() * 10_000.0**-share
+    if time:
+        angle = angle + log_gap[:, None] * math.pi * 16.0**-share
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, history: Jagged, angles: Rotation) -> Tensor:
+    """Rotate the rows of x `[T, H, D]`, each by its own angles (the kernel sees one long sample)."""
+    whole = torch.stack([history.offsets[0], history.offsets[-1]])
+    return apply_rope(x, whole, *angles, max_length=x.shape[0])
+
+
+class SelfAttention(nn.Module):
+    """`x + attention(norm(x))` inside each history: in blocks of `window`, in a sliding window, or in full."""
+
+    def __init__(self, config: StreamConfig) -> None:
+        super().__init__()
+        self.kind, self.window, self.heads, self.dim = config.attention, config.window, config.heads, config.dim
+        self.qkv = nn.Linear(config.dim, 3 * config.dim)
+        self.out = nn.Linear(config.dim, config.dim)
+
+    def forward(self, x: Jagged, angles: Rotation | None) -> Jagged:
+        qkv = self.qkv(layer_norm(x.values)).unflatten(1, (3, self.heads, self.dim // self.heads))
+        q, k, v = qkv.unbind(1)
+        if angles is not None:
+            q, k = rotate(q, x, angles), rotate(k, x, angles)
+        return x.with_values(x.values + self.out(self.attend(q, k, v, x).flatten(1)))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, x: Jagged) -> Tensor:
+        if self.kind == "block":
+            return block_attention(q, k, v, x.offsets, max_length=x.max_length, block=self.window)
+        window = (self.window, self.window) if self.kind == "window" else None
+        return jagged_flash_attention(q, k, v, x.offsets, max_q=x.max_length, window=window)
+
+    def flops(self, lengths: list[int]) -> int:
+        width = self.heads, self.dim // self.heads
+        projections = 8 * sum(lengths) * self.dim * self.dim
+        if self.kind == "block":
+            return projections + block_cost.flops(lengths, *width, block=self.window)
+        window = (self.window, self.window) if self.kind == "window" else None
+        return projections + jfa_cost.flops(lengths, lengths, *width, window=window)
+
+
+class ContextAttention(nn.Module):
+    """The GDPA cross block: every event attends to `num_kv` context tokens made from the feature summary.
+
+    With h = norm(x): `x + rms_norm(h + out(act(q(h) Kᵀ / sqrt(head_dim)) V))`, norms without learned scale, as in the
+    block described for GEM (PyTorch blog, "Towards Free Normalization"). With the identity as activation this is a
+    linear map of h whose matrix K Vᵀ is generated from the features (the PFFN of InterFormer).
+    """
+
+    def __init__(self, config: StreamConfig, model: ModelConfig) -> None:
+        super().__init__()
+        self.heads, self.dim, self.num_kv, self.activation = config.heads, config.dim, model.num_kv, model.activation
+        self.key_tokens, self.value_tokens = (TokenMix(model.num_summary, model.num_kv) for _ in range(2))
+        self.key, self.value = (nn.Linear(model.dim, config.dim) for _ in range(2))
+        self.query, self.out = (nn.Linear(config.dim, config.dim) for _ in range(2))
+        nn.init.normal_(self.value.weight, std=(model.dim * model.num_kv) ** -0.5)
+
+    def forward(self, x: Jagged, summary: Tensor) -> Jagged:
+        """summary: `[B, num_summary, model dim]`."""
+        h = layer_norm(x.values)
+        q = self.query(h).unflatten(1, (self.heads, -1))
+        k, v = self.context(summary)
+        offsets = torch.arange(x.batch_size + 1, device=x.device) * self.num_kv
+        scale = (self.dim // self.heads) ** -0.5
+        out = gdpa(q, k, v, x.offsets, offsets, max_q=x.max_length, max_kv=self.num_kv, activation=self.activation,
+                   scale=scale)
+        return x.with_values(x.values + rms_norm(h + self.out(out.flatten(1))))
+
+    def context(self, summary: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V, `[B * num_kv, H, D]`."""
+        k, v = self.key(self.key_tokens(summary)), self.value(self.value_tokens(summary))
+        return tuple(part.reshape(-1, self.heads, self.dim // self.heads) for part in (k, v))
+
+    def flops(self, lengths: list[int]) -> int:
+        rows, events = len(lengths), sum(lengths)
+        width = self.key.in_features
+        context = 2 * self.key_tokens.flops(rows, width) + 4 * rows * self.num_kv * width * self.dim
+        scores = gdpa_cost.flops(lengths, [self.num_kv] * rows, self.heads, self.dim // self.heads)
+        return context + 4 * events * self.dim * self.dim + scores
+
+
+class SumKron(nn.Module):
+    """`sum_i Z_iᵀ X W_i`: `[B, tokens_in, dim_in]` to `[B, tokens_out, dim_out]` with rank terms.
+
+    A dense map of the flattened input with a matrix that is a sum of Kronecker products Z_i (x) W_i.
+    """
+
+    def __init__(self, tokens_in: int, tokens_out: int, dim_in: int, dim_out: int, rank: int) -> None:
+        super().__init__()
+        self.tokens = nn.Parameter(torch.randn(rank, tokens_in, tokens_out) * tokens_in**-0.5)
+        self.channels = nn.Parameter(torch.randn(rank, dim_in, dim_out) * (rank * dim_in) ** -0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rank, tokens_in, tokens_out = self.tokens.shape
+        mixed = self.tokens.permute(0, 2, 1).reshape(rank * tokens_out, tokens_in)
+        mixed = torch.nn.functional.linear(x.transpose(1, 2), mixed)  # [B, dim_in, rank * tokens_out]
+        mixed = mixed.unflatten(2, (rank, tokens_out)).permute(0, 3, 2, 1).flatten(2)  # [B, tokens_out, rank * dim_in]
+        return torch.nn.functional.linear(mixed, self.channels.flatten(0, 1).T)
+
+    def flops(self, rows: int) -> int:
+        rank, tokens_in, tokens_out = self.tokens.shape
+        dim_in, dim_out = self.channels.shape[1:]
+        return 2 * rows * rank * tokens_out * dim_in * (tokens_in + dim_out)
+
+
+class SeedPooling(nn.Module):
+    """Hierarchical seed pooling: a whole history `[T, d]` to `[B, pooled_tokens, model dim]`.
+
+    Learned seeds, shifted and scaled by the candidate (so that pooling looks for what the candidate resembles), attend
+    to all events. Softmax can only average, so the last `counting_seeds` sum `relu(q kᵀ) v` instead, compressed by a
+    signed log: pooling that can count. SumKron turns seeds into tokens. An empty history gives zeros.
+    """
+
+    def __init__(self, config: StreamConfig, model: ModelConfig) -> None:
+        super().__init__()
+        self.heads, self.dim, self.seeds, self.counting = config.heads, config.dim, model.seeds, model.counting_seeds
+        self.seed = nn.Parameter(torch.randn(model.seeds, config.dim))
+        self.condition = nn.Linear(model.dim, 2 * config.dim)
+        self.query, self.out = (nn.Linear(config.dim, config.dim) for _ in range(2))
+        self.key_value = nn.Linear(config.dim, 2 * config.dim)
+        self.kron = SumKron(model.seeds, model.pooled_tokens, config.dim, model.dim, model.sumkron_rank)
+
+    def forward(self, x: Jagged, candidate: Tensor) -> Tensor:
+        """candidate: `[B, model dim]`."""
+        k, v = self.key_value(layer_norm(x.values)).unflatten(1, (2, self.heads, -1)).unbind(1)
+        q = self.query(layer_norm(self.asked(candidate)))  # [B, seeds, d]
+        averaging = self.seeds - self.counting
+        parts = []
+        if averaging:
+            parts.append(self.attend(jagged_flash_attention, q[:, :averaging], k, v, x))
+        if self.counting:
+            scale = (self.dim // self.heads) ** -0.5
+            sums = self.attend(gdpa, q[:, averaging:], k, v, x, activation="relu", scale=scale)
+            parts.append(sums.sign() * torch.log1p(sums.abs()))
+        return self.kron(self.out(torch.cat([part.to(q.dtype) for part in parts], 1)))
+
+    def asked(self, candidate: Tensor) -> Tensor:
+        scale, shift = self.condition(candidate)[:, None].chunk(2, dim=2)
+        return self.seed.to(scale.dtype) * (1 + scale) + shift
+
+    def attend(self, op, q: Tensor, k: Tensor, v: Tensor, x: Jagged, **options) -> Tensor:
+        samples, count, _ = q.shape
+        offsets = torch.arange(samples + 1, device=q.device) * count
+        flat = q.reshape(samples * count, self.heads, self.dim // self.heads)
+        out = op(flat, k, v, offsets, x.offsets, max_q=count, max_kv=x.max_length, **options)
+        return out.reshape(samples, count, self.dim)
+
+    def flops(self, lengths: list[int]) -> int:
+        rows, events, square = len(lengths), sum(lengths), self.dim * self.dim
+        condition = 2 * rows * self.condition.weight.numel()
+        scores = jfa_cost.flops([self.seeds] * rows, lengths, self.heads, self.dim // self.heads)
+        return condition + 4 * events * square + 4 * rows * self.seeds * square + scores + self.kron.flops(rows)

@@ -1,0 +1,84 @@
+"""The sequence side of the model: the state of one event stream and what a layer does to it.
+
+A layer's letter in the schedule says which parts run (computation skipping, Kunlun): G pools afresh and lets the events
+attend to the features; S keeps the pooled tokens of the layer before and lets the events attend to each other; F does
+all. Read `gem.py` next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from opengem.config import ModelConfig, StreamConfig
+from opengem.jagged import Jagged
+from opengem.model.attention import ContextAttention, Rotation, SeedPooling, SelfAttention
+from opengem.model.interaction import Gate
+
+
+@dataclass(frozen=True)
+class StreamState:
+    """One stream inside the model: events `[T, d]`, the angles of their rotary encoding, the tokens last pooled."""
+
+    events: Jagged
+    angles: Rotation | None
+    summary: Tensor | None = None  # [B, pooled_tokens + recent_tokens, model dim]
+
+
+class HistorySummary(nn.Module):
+    """S_sum: what a stream hands to the feature side, gated `[pooled seeds | most recent events]`."""
+
+    def __init__(self, config: StreamConfig, model: ModelConfig) -> None:
+        super().__init__()
+        self.recent = model.recent_tokens
+        self.pooling = SeedPooling(config, model)
+        self.lift = nn.Linear(config.dim, model.dim)
+        self.gate = Gate(model.dim)
+
+    def forward(self, events: Jagged, candidate: Tensor) -> Tensor:
+        pooled = self.pooling(events, candidate)
+        recent = self.lift(newest(events, self.recent))
+        return self.gate(torch.cat([pooled, recent], 1))
+
+    def flops(self, lengths: list[int]) -> int:
+        rows = len(lengths)
+        tokens = self.pooling.kron.tokens.shape[2] + self.recent
+        lift = 2 * rows * self.recent * self.lift.weight.numel()
+        return self.pooling.flops(lengths) + lift + self.gate.flops(rows * tokens)
+
+
+def newest(events: Jagged, count: int) -> Tensor:
+    """`[B, count, d]`: the last `count` events, newest first; zeros where the history is shorter."""
+    row = events.offsets[1:, None] - 1 - torch.arange(count, device=events.device)
+    exists = row >= events.offsets[:-1, None]
+    if events.values.shape[0] == 0:
+        return events.values.new_zeros(*row.shape, events.values.shape[1])
+    return events.values[row.clamp(min=0)] * exists[..., None]
+
+
+class StreamLayer(nn.Module):
+    """One layer of one stream, made of the parts its letter asks for."""
+
+    def __init__(self, letter: str, config: StreamConfig, model: ModelConfig) -> None:
+        super().__init__()
+        self.summary = HistorySummary(config, model) if letter in "GF" else None
+        self.context = ContextAttention(config, model) if letter in "GF" else None
+        self.attention = SelfAttention(config) if letter in "SF" and config.attention != "none" else None
+
+    def pool(self, state: StreamState, candidate: Tensor) -> StreamState:
+        return state if self.summary is None else replace(state, summary=self.summary(state.events, candidate))
+
+    def forward(self, state: StreamState, feature_summary: Tensor) -> StreamState:
+        events = state.events
+        if self.context is not None:
+            events = self.context(events, feature_summary)
+        if self.attention is not None:
+            events = self.attention(events, state.angles)
+        return replace(state, events=events)
+
+    def flops(self, lengths: list[int]) -> dict[str, int]:
+        parts = {"pooling": self.summary, "gdpa": self.context, "self_attention": self.attention}
+        return {name: part.flops(lengths) for name, part in parts.items() if part is not None}

@@ -1,0 +1,152 @@
+"""The feature side of a layer: a summary of all tokens, Wukong experts, attention to earlier layers.
+
+Tokens here are dense `[B, n, d]`. Read `blocks.py` next.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from opengem.kernels.jfa.op import jagged_flash_attention
+from opengem.kernels.norm.op import layer_norm
+
+
+class TokenMix(nn.Module):
+    """A linear map along the token axis, the same for every channel: `[B, n_in, d]` to `[B, n_out, d]` (LCE)."""
+
+    def __init__(self, tokens_in: int, tokens_out: int) -> None:
+        super().__init__()
+        self.map = nn.Linear(tokens_in, tokens_out, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.map(x.transpose(1, 2)).transpose(1, 2)
+
+    def flops(self, rows: int, dim: int) -> int:
+        return 2 * rows * dim * self.map.weight.numel()
+
+
+class Gate(nn.Module):
+    """`x * sigmoid(W x)`: lets a layer silence what it does not need (InterFormer, arXiv 2411.09852)."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.map = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.map(x))
+
+    def flops(self, tokens: int) -> int:
+        return 2 * tokens * self.map.weight.numel()
+
+
+class WeightGeneration(nn.Module):
+    """X `[B, n, d]` to its summary X_sum `[B, num_summary, d]`: token-axis compression, a two-layer MLP, a gate."""
+
+    def __init__(self, tokens: int, summary: int, dim: int) -> None:
+        super().__init__()
+        self.compress = TokenMix(tokens, summary)
+        self.inner, self.outer = nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.gate = Gate(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        summary = self.compress(layer_norm(x))
+        summary = summary + self.outer(F.gelu(self.inner(layer_norm(summary))))
+        return self.gate(summary)
+
+    def flops(self, rows: int) -> int:
+        tokens, dim = rows * self.compress.map.out_features, self.inner.in_features
+        return self.compress.flops(rows, dim) + 4 * tokens * dim * dim + self.gate.flops(tokens)
+
+
+class WukongExpert(nn.Module):
+    """One Wukong layer (arXiv 2403.02545): `[B, n, d]` to `[B, fm_tokens + linear_tokens, d]`.
+
+    A factorisation machine X Xᵀ Y with learned Y `[n, rank]`, computed as X (Xᵀ Y), goes through an MLP to `fm_tokens`
+    tokens; a linear compression gives the others; both are added to the (compressed) input and normalised.
+    """
+
+    def __init__(self, tokens: int, dim: int, fm_tokens: int, linear_tokens: int, rank: int, hidden: int) -> None:
+        super().__init__()
+        self.tokens, self.dim, self.fm_tokens = tokens, dim, fm_tokens
+        self.linear = TokenMix(tokens, linear_tokens)
+        if fm_tokens:
+            self.project = TokenMix(tokens, rank)
+            self.inner = nn.Linear(tokens * rank, hidden)
+            self.outer = nn.Linear(hidden, fm_tokens * dim)
+        out = fm_tokens + linear_tokens
+        self.shortcut = nn.Identity() if out == tokens else TokenMix(tokens, out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [self.linear(x)]
+        if self.fm_tokens:
+            products = x @ self.project(x).transpose(1, 2)  # [B, n, rank]
+            hidden = F.gelu(self.inner(layer_norm(products.flatten(1))))
+            parts.insert(0, self.outer(hidden).unflatten(1, (self.fm_tokens, self.dim)))
+        return layer_norm(torch.cat(parts, 1) + self.shortcut(x))
+
+    def flops(self, rows: int) -> int:
+        total = self.linear.flops(rows, self.dim)
+        if self.fm_tokens:
+            rank = self.project.map.out_features
+            total += self.project.flops(rows, self.dim) + 2 * rows * self.tokens * self.dim * rank
+            total += 2 * rows * (self.inner.weight.numel() + self.outer.weight.numel())
+        return total + (self.shortcut.flops(rows, self.dim) if isinstance(self.shortcut, TokenMix) else 0)
+
+
+class Experts(nn.Module):
+    """Experts side by side, each on its own partition of the tokens, outputs concatenated; there is no router.
+
+    Token i goes to expert i mod M, so that each sees features and every history. Missing tokens of the last round are
+    zeros. `[B, n, d]` to `[B, M * (fm_tokens + linear_tokens), d]`. The experts share no parameter, so they can live on
+    different ranks (`parallel/expert.py`).
+    """
+
+    def __init__(self, tokens: int, experts: int, dim: int, fm_tokens: int, linear_tokens: int, rank: int,
+                 hidden: int) -> None:
+        super().__init__()
+        each = -(-tokens // experts)
+        self.padding = each * experts - tokens
+        self.experts = nn.ModuleList(
+            WukongExpert(each, dim, fm_tokens, linear_tokens, rank, hidden) for _ in range(experts)
+        )
+
+    def partition(self, x: Tensor) -> list[Tensor]:
+        """One `[B, n / M, d]` for each expert."""
+        padded = F.pad(x, (0, 0, 0, self.padding))
+        return [padded[:, first :: len(self.experts)] for first in range(len(self.experts))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([expert(part) for expert, part in zip(self.experts, self.partition(x), strict=True)], 1)
+
+    def flops(self, rows: int) -> int:
+        return sum(expert.flops(rows) for expert in self.experts)
+
+
+class CrossLayerAttention(nn.Module):
+    """Tokens of this layer attend to the outputs of all earlier layers: `x + gate * attention(x, earlier)`.
+
+    The gate starts at 0, so a new layer starts as if it were not there. The layer's own input is `[B, n, d]`, `earlier`
+    `[B, m, d]`. The mechanism is described for GEM without detail; this reading is ours.
+    """
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query, self.out = nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.key_value = nn.Linear(dim, 2 * dim)
+        self.gate = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, x: Tensor, earlier: Tensor) -> Tensor:
+        (samples, n, dim), m = x.shape, earlier.shape[1]
+        q = self.query(layer_norm(x)).reshape(samples * n, self.heads, dim // self.heads)
+        k, v = self.key_value(layer_norm(earlier)).reshape(samples * m, 2, self.heads, dim // self.heads).unbind(1)
+        row = torch.arange(samples + 1, device=x.device)
+        out = jagged_flash_attention(q, k, v, row * n, row * m, max_q=n, max_kv=m)
+        return x + (self.gate * self.out(out.reshape(samples, n, dim))).to(x.dtype)
+
+    def flops(self, rows: int, n: int, m: int) -> int:
+        dim = self.query.in_features
+        return rows * (4 * n * dim * dim + 4 * m * dim * dim + 4 * n * m * dim)

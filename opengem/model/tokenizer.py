@@ -1,0 +1,213 @@
+"""From raw ids and numbers to tokens: one token an event, a fixed number of tokens for the features of the sample.
+
+An event becomes [embeddings of its id attributes | encoded numbers | action bits | match bits] -> MLP -> `[T, d]`.
+A sample's features become `num_feature_tokens` tokens `[B, n, d]`. Matching compares an event with the candidate: same
+product, same category, and how often and how lately that happened in the whole visible history.
+Read `attention.py` and `interaction.py` next.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from opengem.config import ModelConfig
+from opengem.data.batch import Batch, Embedded
+from opengem.data.schema import Feature, Stream
+from opengem.jagged import Jagged
+from opengem.kernels.jagged_ops.op import gather_rows
+
+DAY = 86_400.0
+DECAYS_DAYS = (1.0, 7.0, 28.0, 112.0)  # half-lives of the match counts besides the plain count
+SMALLEST, SPAN = 0.05, 15.0  # of `place`: numbers from 0.05 to beyond 80,000 are told apart, of either sign
+_FIXED_POINT = 1 << 20  # counts are summed as integers: exact, so the same for any batch and any order
+
+
+def compute_dtype(weight: Tensor) -> torch.dtype:
+    """The dtype a linear layer with this weight computes in: autocast's where it is on."""
+    device = weight.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+
+
+def attribute_kinds(stream: Stream, kind: str) -> list[Feature]:
+    return [attribute for attribute in stream.attributes if attribute.kind == kind]
+
+
+def matches(stream: Stream, features: list[Feature]) -> list[tuple[Feature, Feature]]:
+    """(event attribute, candidate feature) pairs that share an embedding table, so that equal ids mean the same."""
+    candidates = [f for f in features if f.role == "item" and f.kind == "id"]
+    return [(a, f) for a in attribute_kinds(stream, "id") for f in candidates if a.table == f.table]
+
+
+def unpack_bits(mask: Tensor, bits: int) -> Tensor:
+    """int64 `[N]` bit masks to float32 `[N, bits]` of 0 and 1."""
+    return ((mask[:, None] >> torch.arange(bits, device=mask.device)) & 1).float()
+
+
+def place(x: Tensor) -> Tensor:
+    """Where a number stands on a scale that is linear around 0 and logarithmic beyond, float32 in [-SPAN, SPAN].
+
+    asinh(x / SMALLEST): needs no look at the data, and a factor of e in x is a step of 1 anywhere above SMALLEST.
+    """
+    return torch.asinh(x.float() / SMALLEST).clamp(-SPAN, SPAN)
+
+
+def hats(places: Tensor, step: float) -> Tensor:
+    """`[...]` to `[..., knots]`: the two knots next to each place get the weights of linear interpolation, others 0."""
+    last = int(SPAN / step)
+    knots = torch.arange(-last, last + 1, device=places.device) * step
+    return (1 - (places[..., None] - knots).abs() / step).clamp(min=0)
+
+
+class NumberEncoding(nn.Module):
+    """A learned piecewise-linear curve for each of `count` numbers: float32 `[N, count]` to `[N, count, dim]`.
+
+    The knots stand at fixed places. Two resolutions are added: a coarse one that learns at once and a fine one that
+    lets the net draw the steps of a boosted tree. After Gorishniy et al., arXiv 2203.05556, whose knots are quantiles.
+    """
+
+    STEPS = (1.0, 0.2)
+
+    def __init__(self, count: int, dim: int) -> None:
+        super().__init__()
+        knots = sum(hats(torch.zeros(()), step).shape[0] for step in self.STEPS)
+        self.curve = nn.Parameter(torch.randn(count, knots, dim) * dim**-0.5)
+        self.slope = nn.Parameter(torch.randn(count, dim) * dim**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = place(x)
+        weights = torch.cat([hats(places, step) for step in self.STEPS], 2)
+        return torch.einsum("nck,ckd->ncd", weights, self.curve) + (places / SPAN)[..., None] * self.slope
+
+    def flops(self, rows: int) -> int:
+        return 2 * rows * self.curve.numel()
+
+
+class EventTokenizer(nn.Module):
+    """Events of one stream to tokens: Jagged `[T, dim]`, T the visible events of all samples."""
+
+    STEP = 1.0  # knots of an event's numbers; the first layer draws the curves
+
+    def __init__(self, stream: Stream, features: list[Feature], config: ModelConfig, embedding_dim: int,
+                 dim: int) -> None:
+        super().__init__()
+        self.stream = stream
+        self.pairs = matches(stream, features) if config.match else []
+        self.ids, self.bits = attribute_kinds(stream, "id"), attribute_kinds(stream, "bits")
+        self.dense = attribute_kinds(stream, "dense")
+        numbers = (len(self.dense) + 2) * hats(torch.zeros(()), self.STEP).shape[0]
+        width = len(self.ids) * embedding_dim + numbers + sum(a.rows for a in self.bits) + 2 * len(self.pairs)
+        self.inner = nn.Linear(width, dim)
+        self.outer = nn.Linear(dim, dim)
+
+    def forward(self, batch: Batch, embedded: Embedded, history: Jagged, gap: Tensor, match: Tensor) -> Jagged:
+        """gap: float32 `[T]`, seconds before the request; match: float32 `[T, pairs]` from `match_bits`."""
+        name = self.stream.name
+        parts = [embedded.sequences[f"{name}.{a.name}"].values for a in self.ids]
+        parts += [unpack_bits(batch.sequences[f"{name}.{a.name}"].values, a.rows) for a in self.bits]
+        parts += [self.numbers(batch, history, gap), match, self.similarity(embedded, history)]
+        dtype = compute_dtype(self.inner.weight)
+        return history.with_values(self.outer(F.gelu(self.inner(torch.cat([part.to(dtype) for part in parts], 1)))))
+
+    def numbers(self, batch: Batch, history: Jagged, gap: Tensor) -> Tensor:
+        """float32 `[T, numbers * knots]`: dense attributes, days to the request, days since the event before."""
+        previous = (gap.roll(1) - gap).where(history.positions > 0, torch.zeros_like(gap))
+        dense = [batch.sequences[f"{self.stream.name}.{a.name}"].values for a in self.dense]
+        return hats(place(torch.stack([*dense, gap / DAY, previous / DAY], 1)), self.STEP).flatten(1)
+
+    def similarity(self, embedded: Embedded, history: Jagged) -> Tensor:
+        """float32 `[T, pairs]`: product of the event's and the candidate's embedding (soft match)."""
+        row = history.row_to_sample
+        columns = [
+            (embedded.sequences[f"{self.stream.name}.{a.name}"].values * gather_rows(embedded.features[f.name], row))
+            .sum(1)
+            for a, f in self.pairs
+        ]
+        return torch.stack(columns, 1) if columns else history.values.new_zeros(history.values.shape[0], 0).float()
+
+    def match_bits(self, batch: Batch, history: Jagged) -> Tensor:
+        """float32 `[T, pairs]`: 1 where the event has the candidate's id."""
+        row = history.row_to_sample
+        columns = [
+            batch.sequences[f"{self.stream.name}.{a.name}"].values == batch.features[f.name][row]
+            for a, f in self.pairs
+        ]
+        if not columns:
+            return torch.zeros(row.shape[0], 0, device=row.device)
+        return torch.stack(columns, 1).float()
+
+    @torch.no_grad()
+    def counts(self, history: Jagged, gap: Tensor, match: Tensor) -> Tensor:
+        """float32 `[B, num_counts]`: log(1 + events), then log(1 + matches) for each pair, plain and decayed."""
+        days = gap / DAY
+        weights = torch.stack([torch.ones_like(days), *[torch.exp2(-days / half) for half in DECAYS_DAYS]], 1)
+        terms = (match[:, :, None] * weights[:, None, :]).flatten(1)  # [T, pairs * decays]
+        running = F.pad((terms * _FIXED_POINT).round().long().cumsum(0), (0, 0, 1, 0))
+        sums = (running[history.offsets[1:]] - running[history.offsets[:-1]]).double() / _FIXED_POINT
+        return torch.log1p(torch.cat([history.lengths[:, None].double(), sums], 1)).float()
+
+    @property
+    def num_counts(self) -> int:
+        return 1 + len(self.pairs) * (1 + len(DECAYS_DAYS))
+
+    def flops(self, rows: int) -> int:
+        return 2 * rows * (self.inner.weight.numel() + self.outer.weight.numel())
+
+
+class FeatureTokenizer(nn.Module):
+    """The features of a sample, and the match counts of its histories, to tokens `[B, num_feature_tokens, dim]`.
+
+    Every feature becomes one vector of the embedding width: ids by their table, numbers by `NumberEncoding`, bit masks
+    by one vector a bit. One matrix lifts them to `dim`, a token-axis map mixes them into all tokens but the last, which
+    is an MLP over all features at once.
+    """
+
+    def __init__(self, features: list[Feature], num_counts: int, config: ModelConfig, embedding_dim: int) -> None:
+        super().__init__()
+        self.ids = [f for f in features if f.kind in ("id", "ids")]
+        self.dense = [f for f in features if f.kind == "dense"]
+        self.bits = [f for f in features if f.kind == "bits"]
+        self.item = [i for i, f in enumerate(self.ids) if f.role == "item"]
+        self.embedding_dim = embedding_dim
+        self.numbers = NumberEncoding(len(self.dense) + num_counts, embedding_dim)
+        self.bit_vectors = nn.ModuleList(nn.Linear(f.rows, embedding_dim) for f in self.bits)
+        self.count = len(self.ids) + len(self.dense) + num_counts + len(self.bits)
+        self.identity = nn.Parameter(torch.randn(self.count, config.dim) * 0.1)
+        self.lift = nn.Linear(embedding_dim, config.dim, bias=False)
+        self.mix = nn.Linear(self.count, config.num_feature_tokens - 1, bias=False)
+        self.inner = nn.Linear(self.count * embedding_dim, config.expert_hidden)
+        self.outer = nn.Linear(config.expert_hidden, config.dim)
+        self.candidate = nn.Linear(max(1, len(self.item)) * embedding_dim, config.dim)
+
+    def forward(self, batch: Batch, embedded: Embedded, counts: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """(tokens `[B, num_feature_tokens, dim]`, candidate `[B, dim]`)."""
+        vectors = self.vectors(batch, embedded, counts)  # [B, count, embedding_dim]
+        lifted = self.lift(vectors) + self.identity.to(vectors.dtype)
+        mixed = self.mix(lifted.transpose(1, 2)).transpose(1, 2)
+        deep = self.outer(F.gelu(self.inner(vectors.flatten(1))))
+        item = vectors[:, self.item] if self.item else vectors.mean(1, keepdim=True)
+        return torch.cat([mixed, deep[:, None]], 1), self.candidate(item.flatten(1))
+
+    def vectors(self, batch: Batch, embedded: Embedded, counts: list[Tensor]) -> Tensor:
+        parts = [embedded.features[f.name][:, None] for f in self.ids]
+        numbers = [batch.features[f.name][:, None] for f in self.dense] + counts
+        if numbers:
+            parts.append(self.numbers(torch.cat(numbers, 1)))
+        for feature, vector in zip(self.bits, self.bit_vectors, strict=True):
+            parts.append(vector(unpack_bits(batch.features[feature.name], feature.rows))[:, None])
+        dtype = compute_dtype(self.lift.weight)
+        return torch.cat([part.to(dtype) for part in parts], 1)
+
+    def flops(self, rows: int) -> int:
+        lift = self.count * self.lift.weight.numel()
+        mix = self.mix.weight.numel() * self.lift.out_features
+        dense = sum(layer.weight.numel() for layer in (self.inner, self.outer, self.candidate, *self.bit_vectors))
+        return 2 * rows * (lift + mix + dense) + self.numbers.flops(rows)
+
+
+def event_gaps(batch: Batch, stream: Stream) -> tuple[Jagged, Tensor]:
+    """The timestamps of a stream and, float32 `[T]`, how many seconds each event lies before the request."""
+    times = batch.sequences[f"{stream.name}.timestamp"]
+    return times, (batch.timestamps[times.row_to_sample] - times.values).clamp(min=0).float()
