@@ -4,7 +4,8 @@
 
 Every variant runs in a process of its own with a time limit, so that a hang or a fault costs that variant only. Lines:
 {"variant", "check": name, "ok", "error"} and {"variant", "case", fwd_ms, bwd_ms, ...}. Exit status 1 if a check failed.
-Variants: `triton`, `gluon` (Hopper), `gluon_fwd` (its forward with Triton's backward), and `tune`, which times other tile sizes of the Triton kernels at head dim 128.
+Variants: `triton`; `gluon` (Hopper); `gluon_fwd` (its forward with Triton's backward); `tune`, which times other tile
+sizes of the Triton kernels at head dimension 128.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 EDGES = ("triton", "gluon_fwd", "gluon")
+ACTIVATION_CASES = ("_gelu", "_gelu_poly", "_silu")
 
 
 def emit(out: str, row: dict) -> None:
@@ -67,26 +69,33 @@ def check_case(name: str, q_lengths, kv_lengths, dim: int, seeds: int = 0, activ
     return not problems, "; ".join(problems)
 
 
-def checks() -> list[tuple]:
-    from opengem.kernels.gdpa.activations import ACTIVATIONS
+def first_checks() -> list[tuple]:
+    """Head dimension 128 and one activation: few kernels to compile."""
     from tests.kernels import grid
 
-    found = [(f"{name} D={dim}", *grid.case(name), dim) for dim in (128, 64) for name in grid.LENGTHS]
+    found = [(f"{name} D=128", *grid.case(name), 128) for name in grid.LENGTHS]
     found += [(f"{name} seeds", [], grid.case(name)[1], 128, 32) for name in ("unsorted", "zero_kv", "empty_batch")]
-    found.append(("70 seeds", [], [5, 300, 0, 129], 64, 70))
     many = [(37 * i) % 301 for i in range(300)]
     found.append(("many items a block", many, many[::-1], 128))
     found.append(("many items, long keys", many, [n * 5 for n in many[::-1]], 128))
     found.append(("many short keys", [n * 3 for n in many], [n % 257 for n in many], 128))
     found.append(("rows of nobody", [130, 0, 70], [5, 100, 300], 128, 0, "gelu_tanh", 500))
     found.append(("rows of nobody, narrow", [13, 0, 7], [5, 100, 300], 128, 0, "gelu_tanh", 500))
-    found += [(f"{name} D=128", [3, 66, 200], [300, 70, 129], 128, 0, name) for name in ACTIVATIONS]
     return found
 
 
-def check_all(variant: str, out: str) -> bool:
+def more_checks() -> list[tuple]:
+    from tests.kernels import grid
+
+    found = [(f"{name} D=64", *grid.case(name), 64) for name in grid.LENGTHS]
+    found.append(("70 seeds", [], [5, 300, 0, 129], 64, 70))
+    acts = ("gelu", "gelu_poly", "silu", "identity", "relu2")
+    return found + [(f"{name} D=128", [3, 66, 200], [300, 70, 129], 128, 0, name) for name in acts]
+
+
+def check_all(variant: str, out: str, checks: list[tuple]) -> bool:
     good = True
-    for name, *arguments in checks():
+    for name, *arguments in checks:
         try:
             ok, error = check_case(name, *arguments)
         except Exception as problem:  # noqa: BLE001  one broken case must not hide the others
@@ -101,14 +110,14 @@ def check_all(variant: str, out: str) -> bool:
 # ---- time --------------------------------------------------------------------------------------------------------
 
 
-def time_all(variant: str, out: str, words: list[str], facts: dict) -> None:
+def time_all(variant: str, out: str, words: list[str], facts: dict, activations: bool) -> None:
     import torch
 
     from benchmarks.kernels.gdpa import cases
     from benchmarks.run import describe, run_case
 
     for case in cases():
-        if words and not any(word in case.name for word in words):
+        if case.name.endswith(ACTIVATION_CASES) != activations or words and not any(w in case.name for w in words):
             continue
         for row in run_case(case, torch.device("cuda"), False):
             print(f"{variant:<8}" + describe(row | facts), flush=True)
@@ -204,11 +213,14 @@ def child(variant: str, out: str, words: list[str]) -> int:
         launch.backward = lambda *a, gluon, **b: both(*a, gluon=False, **b)
     device = torch.device("cuda")
     with backend.force(variant.split("_")[0]):
-        good = check_all(variant, out)
-        print(f"{variant}: checks {'passed' if good else 'FAILED'}", flush=True)
+        good = check_all(variant, out, first_checks())
+        print(f"{variant}: first checks {'passed' if good else 'FAILED'}", flush=True)
         facts = environment(device) | ceilings(device)
-        time_all(variant, out, words, facts)
+        time_all(variant, out, words, facts, activations=False)
         host_time(variant, out)
+        good &= check_all(variant, out, more_checks())
+        print(f"{variant}: all checks {'passed' if good else 'FAILED'}", flush=True)
+        time_all(variant, out, words, facts, activations=True)
     return 0 if good else 1
 
 
