@@ -144,7 +144,8 @@ def test_new_batch_sizes_compile_nothing():
 
 
 @pytest.mark.parametrize(("direction", "dim", "rope", "capability"), [
-    ("forward", 128, False, 90), ("backward", 128, False, 90), ("backward", 64, True, 90), ("backward", 128, False, 100),
+    ("forward", 128, False, 90), ("backward", 128, False, 90), ("backward", 64, True, 90),
+    ("backward", 128, False, 100),
 ])
 def test_compiles_ahead_of_time(direction, dim, rope, capability):
     from opengem.kernels.block import triton
