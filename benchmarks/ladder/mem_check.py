@@ -84,12 +84,12 @@ def compare(call: Callable[..., Tensor], *inputs: Tensor) -> dict:
         with backend.force(kind):
             out = call(*leaves)
             seed = torch.randn(out.shape, device=DEVICE).to(KIND) if seed is None else seed
-            results.append([out, *torch.autograd.grad(out, leaves, seed.to(out.dtype))])
+            results.append([out.detach(), *torch.autograd.grad(out, leaves, seed.to(out.dtype))])
     errors = []
     for exact, ours, plain in zip(*results, strict=True):
         if exact.numel():
             scale = exact.abs().max().clamp_min(1e-9)
-            pair = [float((x.detach().double() - exact).abs().max() / scale) for x in (ours, plain)]
+            pair = [float((x.double() - exact).abs().max() / scale) for x in (ours, plain)]
             errors.append({"ours": pair[0], "plain": pair[1], "ok": pair[0] <= 2 * pair[1] + 1e-3})
     return {"ok": all(e["ok"] for e in errors), "worst": max((e["ours"] for e in errors), default=0.0),
             "plain": max((e["plain"] for e in errors), default=0.0)}
@@ -197,7 +197,8 @@ def section_norm(copy: float) -> Iterator[dict]:
                 norm.BACKWARD_TILE, norm.BACKWARD_PROGRAMS = tile, programs
                 line = {"width": width, "op": "rms_backward", "tile": tile, "programs": programs}
                 yield line | speed(
-                    lambda x=x, r=r, w=w, s=statistic: norm.norm_backward(r, None, x, w, s[:0], s, False), 3 * size, copy)
+                    lambda x=x, r=r, w=w, s=statistic: norm.norm_backward(r, None, x, w, s[:0], s, False),
+                    3 * size, copy)
         norm.BACKWARD_TILE, norm.BACKWARD_PROGRAMS = 4096, 4
 
 
