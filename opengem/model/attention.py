@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 
 from opengem.config import ModelConfig, StreamConfig
@@ -23,7 +24,7 @@ from opengem.kernels.jfa import cost as jfa_cost
 from opengem.kernels.jfa.op import jagged_flash_attention
 from opengem.kernels.norm.op import layer_norm, rms_norm
 from opengem.kernels.rope.op import apply_rope, rope_tables
-from opengem.model.interaction import TokenMix
+from opengem.model.interaction import TokenMix, mix_tokens
 
 
 @dataclass(frozen=True)
@@ -147,10 +148,9 @@ class SumKron(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rank, tokens_in, tokens_out = self.tokens.shape
-        mixed = self.tokens.permute(0, 2, 1).reshape(rank * tokens_out, tokens_in)
-        mixed = torch.nn.functional.linear(x.transpose(1, 2), mixed)  # [B, dim_in, rank * tokens_out]
-        mixed = mixed.unflatten(2, (rank, tokens_out)).permute(0, 3, 2, 1).flatten(2)  # [B, tokens_out, rank * dim_in]
-        return torch.nn.functional.linear(mixed, self.channels.flatten(0, 1).T)
+        both = self.tokens.permute(2, 0, 1).reshape(tokens_out * rank, tokens_in)
+        mixed = mix_tokens(both, x).unflatten(1, (tokens_out, rank)).flatten(2)  # [B, tokens_out, rank * dim_in]
+        return F.linear(mixed, self.channels.flatten(0, 1).T)
 
     def flops(self, rows: int) -> int:
         rank, tokens_in, tokens_out = self.tokens.shape

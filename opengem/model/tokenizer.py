@@ -20,6 +20,7 @@ from opengem.data.batch import Batch, Embedded
 from opengem.data.schema import Feature, Stream
 from opengem.jagged import Jagged
 from opengem.kernels.jagged_ops.op import gather_rows
+from opengem.model.interaction import TokenMix
 
 DAY = 86_400.0
 DECAYS_DAYS = (1.0, 7.0, 28.0, 112.0)  # half-lives of the match counts besides the plain count
@@ -187,7 +188,7 @@ class FeatureTokenizer(nn.Module):
         self.count = len(self.ids) + len(self.dense) + num_counts + len(self.bits)
         self.identity = nn.Parameter(torch.randn(self.count, config.dim) * 0.1)
         self.lift = nn.Linear(embedding_dim, config.dim, bias=False)
-        self.mix = nn.Linear(self.count, config.num_feature_tokens - 1, bias=False)
+        self.mix = TokenMix(self.count, config.num_feature_tokens - 1)
         self.inner = nn.Linear(self.count * embedding_dim, config.expert_hidden)
         self.outer = nn.Linear(config.expert_hidden, config.dim)
         self.candidate = nn.Linear(max(1, len(self.item)) * embedding_dim, config.dim)
@@ -196,7 +197,7 @@ class FeatureTokenizer(nn.Module):
         """(tokens `[B, num_feature_tokens, dim]`, candidate `[B, dim]`)."""
         vectors = self.vectors(batch, embedded, counts)  # [B, count, embedding_dim]
         lifted = self.lift(vectors) + self.identity.to(vectors.dtype)
-        mixed = self.mix(lifted.transpose(1, 2)).transpose(1, 2)
+        mixed = self.mix(lifted)
         deep = self.outer(F.gelu(self.inner(vectors.flatten(1))))
         item = vectors[:, self.item] if self.item else vectors.mean(1, keepdim=True)
         return torch.cat([mixed, deep[:, None]], 1), self.candidate(item.flatten(1))
@@ -213,6 +214,5 @@ class FeatureTokenizer(nn.Module):
 
     def flops(self, rows: int) -> int:
         lift = self.count * self.lift.weight.numel()
-        mix = self.mix.weight.numel() * self.lift.out_features
         dense = sum(layer.weight.numel() for layer in (self.inner, self.outer, self.candidate, *self.bit_vectors))
-        return 2 * rows * (lift + mix + dense) + self.numbers.flops(rows)
+        return 2 * rows * (lift + dense) + self.mix.flops(rows, self.lift.out_features) + self.numbers.flops(rows)
