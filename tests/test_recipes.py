@@ -25,7 +25,8 @@ def ladder_schema(streams: int, features: int) -> Schema:
         Feature(f"f{i}", rows=10, table=f"t{i}", role="item" if i < 3 else "context") for i in range(features)
     )
     labels = (Label("click"), Label("convert", given="click"))
-    return Schema("ladder", tuple(Stream(f"s{i}", attributes) for i in range(streams)), inputs, labels, {"train": (0, 1)})
+    sources = tuple(Stream(f"s{i}", attributes) for i in range(streams))
+    return Schema("ladder", sources, inputs, labels, {"train": (0, 1)})
 
 
 def on_meta(config, schema: Schema) -> GEM:

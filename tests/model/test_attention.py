@@ -17,7 +17,8 @@ STREAM = replace(SMALL.streams[0], dim=16, heads=2)
 
 
 def history(lengths: list[int], dim: int = 16) -> Jagged:
-    return Jagged.from_lengths(torch.randn(sum(lengths), dim), torch.tensor(lengths, dtype=torch.int64), max(lengths, default=0))
+    sizes = torch.tensor(lengths, dtype=torch.int64)
+    return Jagged.from_lengths(torch.randn(sum(lengths), dim), sizes, max(lengths, default=0))
 
 
 def same_weights(module, other):
@@ -67,6 +68,16 @@ def test_rotation_restarts_in_every_sample():
                                turned[2:])  # fmt: skip
 
 
+def test_fused_rotation_is_that_of_the_rows():
+    """Positions alone are rotated inside the block kernel; the same angles row by row give the same output."""
+    x = history([5, 0, 10, 4])
+    module = SelfAttention(replace(STREAM, attention="block", window=4))
+    fused = rotation(x, torch.zeros(19), 8, positions=True, time=False)
+    rows = rotation(x, torch.zeros(19), 8, positions=True, time=True)
+    assert fused.by_position and not rows.by_position
+    torch.testing.assert_close(module(x, fused).values, module(x, rows).values, atol=1e-5, rtol=1e-4)
+
+
 def test_rotation_depends_on_differences_alone():
     x = history([6], dim=8)
     q, k = torch.randn(6, 1, 8), torch.randn(6, 1, 8)
@@ -94,7 +105,8 @@ def test_context_attention_with_identity_is_a_generated_linear_map():
 
 def test_sumkron_is_the_dense_map_of_its_kronecker_products():
     module, x = SumKron(5, 3, 4, 2, rank=2), torch.randn(6, 5, 4)
-    dense = sum(torch.kron(z.T.contiguous(), w.T.contiguous()) for z, w in zip(module.tokens, module.channels, strict=True))
+    terms = zip(module.tokens, module.channels, strict=True)
+    dense = sum(torch.kron(z.T.contiguous(), w.T.contiguous()) for z, w in terms)
     wanted = (x.flatten(1) @ dense.T).unflatten(1, (3, 2))
     torch.testing.assert_close(module(x), wanted)
     assert module.tokens.numel() + module.channels.numel() == 2 * (5 * 3 + 4 * 2)

@@ -66,7 +66,7 @@ def test_max_length_sizes_buffers_and_never_enters_the_result():
 @pytest.mark.parametrize("lengths", [LENGTHS, {"buy": [0, 0], "view": [0, 0]}, {"buy": [], "view": []}])
 @pytest.mark.parametrize("schedule", ["GS", "F", "G"])
 def test_every_gradient_is_there_and_finite(lengths, schedule, poisoned_empty):
-    """Empty histories and an empty batch are ordinary; no parameter is left out of the graph (FSDP and DDP need that)."""
+    """Empty histories and an empty batch are ordinary; no parameter is left out of the graph (FSDP needs it)."""
     gem = model(replace(SMALL, schedule=schedule, layers=3))
     batch = make_batch(lengths)
     embedded = embed(batch)
@@ -116,7 +116,8 @@ def test_empty_histories_cost_less_and_an_empty_batch_nothing():
 
 
 def test_stream_without_streams_and_without_item_features():
-    schema = Schema("flat", (), (Feature("age", "dense"), Feature("hour", rows=24)), (Label("click"),), {"train": (0, 1)})
+    features = (Feature("age", "dense"), Feature("hour", rows=24))
+    schema = Schema("flat", (), features, (Label("click"),), {"train": (0, 1)})
     gem = model(schema=schema, features=list(schema.features))
     batch = make_batch(LENGTHS)
     bare = replace(batch, sequences={}, features={k: batch.features[k] for k in ("age", "hour")})

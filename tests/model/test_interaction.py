@@ -29,7 +29,7 @@ def test_an_expert_sees_its_own_partition_only():
 def test_factorisation_machine_is_the_product_of_all_token_pairs():
     """X (Xᵀ Y) == (X Xᵀ) Y: every pair of tokens, without the n x n matrix."""
     expert, x = WukongExpert(5, 8, 3, 2, 4, 16), torch.randn(3, 5, 8)
-    pairs = x @ x.transpose(1, 2) @ expert.project.map.weight.T
+    pairs = x @ x.transpose(1, 2) @ expert.project.weight.T
     fm = expert.outer(torch.nn.functional.gelu(expert.inner(layer_norm(pairs.flatten(1))))).unflatten(1, (3, 8))
     wanted = layer_norm(torch.cat([fm, expert.linear(x)], 1) + expert.shortcut(x))
     torch.testing.assert_close(expert(x), wanted)

@@ -12,7 +12,6 @@ from opengem.model.tokenizer import (
     EventTokenizer,
     FeatureTokenizer,
     NumberEncoding,
-    event_gaps,
     hats,
     matches,
     place,
@@ -30,8 +29,7 @@ def tokenizer(stream=BUY) -> EventTokenizer:
 
 def counts_of(batch, stream=BUY):
     module = tokenizer(stream)
-    history, gap = event_gaps(batch, stream)
-    return module.counts(history, gap, module.match_bits(batch, history))
+    return module.counts(module.view(batch))
 
 
 def test_bits_of_a_mask():
@@ -45,9 +43,9 @@ def test_events_match_candidates_through_shared_tables():
 
 def test_match_bits_mark_the_candidates_ids():
     batch = make_batch(LENGTHS)
-    history, _ = event_gaps(batch, BUY)
-    bits = tokenizer().match_bits(batch, history)
-    wanted = batch.sequences["buy.kind"].values == batch.features["item_kind"][history.row_to_sample]
+    bits = tokenizer().view(batch).match
+    row = batch.sequences["buy.kind"].row_to_sample
+    wanted = batch.sequences["buy.kind"].values == batch.features["item_kind"][row]
     assert wanted.any() and bits.shape == (46, 2)
     assert torch.equal(bits[:, 1], wanted.float())
 
@@ -101,10 +99,10 @@ def test_number_encoding_can_draw_a_step():
 
 def test_event_tokens_keep_the_offsets():
     batch, module = make_batch(LENGTHS), tokenizer()
-    history, gap = event_gaps(batch, BUY)
-    events = module(batch, embed(batch), history, gap, module.match_bits(batch, history))
-    assert isinstance(events, Jagged) and events.values.shape == (46, 16) and events.offsets is history.offsets
-    assert (gap >= 0).all()
+    view = module.view(batch)
+    events = module(batch, embed(batch), view)
+    assert isinstance(events, Jagged) and events.values.shape == (46, 16)
+    assert events.offsets is view.history.offsets and (view.gap >= 0).all()
 
 
 def test_feature_tokens_have_the_configured_number():
