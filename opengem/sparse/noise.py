@@ -87,8 +87,9 @@ class Rounding:
         columns = [(at, first - at, key("round", table)) for table, first, at in runs] or [(0, 0, 0)]
         return cls(*torch.tensor(columns, device=device).T.contiguous())
 
-    def at_step(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        return self.starts, self.shifts, step_keys(self.keys, step)
+    def at_step(self, step: int | None) -> tuple[Tensor, Tensor, Tensor]:
+        """(starts, shifts, keys of that step); None where no number will be drawn."""
+        return self.starts, self.shifts, self.keys if step is None else step_keys(self.keys, step)
 
     def __call__(self, values: Tensor, rows: Tensor, dtype: torch.dtype, step: int) -> Tensor:
         """float32 `values` `[N, D]` of rows int64 `[N]` of the matrix, in `dtype`."""

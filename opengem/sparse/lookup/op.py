@@ -138,7 +138,7 @@ def update(
         order.coefficients,
         numbers,
         starts,
-        rounding.at_step(step),
+        rounding.at_step(step if weight.dtype != torch.float32 else None),
         optimiser.kind,
         tuple(map(float, scalars)),
     )

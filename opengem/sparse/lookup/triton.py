@@ -1,9 +1,10 @@
 """Triton kernels of the table-batched lookup and of the fused, deterministic update.
 
 Update: row numbers are sorted; equal rows form a segment. Segments are cut at every multiple of CUT positions, so one
-hot row cannot hold up a program. A tile of pieces is reduced at once, and a piece that is a whole segment updates its
-row in place. The others leave a partial sum, which a second kernel adds up in position order. No atomics: the same
-input gives the same bits. All row addresses are int64.
+hot row cannot hold up a program. Ids follow a power law: most pieces are of one position, yet most positions lie in
+pieces of many. Pieces up to SHORT are reduced a tile at a time, the longer ones each over a tile of its positions. A
+piece that is a whole segment updates its row in place; the others leave a partial sum, and a third kernel adds those up
+in order of position. No atomics: the same input gives the same bits. All row addresses are int64.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 CUT = 128  # positions after which a segment is cut
+SHORT = 4  # longest piece that is reduced together with others
 
 
 # ---- noise and rounding, bit for bit those of opengem.sparse.noise --------------------------------------------
@@ -194,37 +196,36 @@ def _apply(
 
 
 @triton.jit(do_not_specialize=["count", "num_pieces"])
-def update_kernel(
+def update_short_kernel(
     weight, moment, first_moment, grads, rows, source, coefficients, starts, numbers, partials, count,
     piece_starts, piece_shifts, piece_keys, num_pieces,
     lr, eps, moment_scale, beta1, beta2, correction1, correction2,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, PIECES: tl.constexpr, CUT: tl.constexpr, WEIGHTED: tl.constexpr,
-    OPTIMISER: tl.constexpr, ROUND: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, PIECES: tl.constexpr, CUT: tl.constexpr, SHORT: tl.constexpr,
+    WEIGHTED: tl.constexpr, OPTIMISER: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """PIECES pieces at a time: sum their gradients; step the row of a whole segment, keep the others' partial sums."""
+    """PIECES short pieces at a time: sum their gradients; step the row of a whole segment, keep the others' sums."""
     pieces = tl.load(numbers + count - 1).to(tl.int64)
     column = tl.arange(0, BLOCK_D)
     live_column = (column < DIM)[None, :]
     for tile in range(tl.program_id(0).to(tl.int64), tl.cdiv(pieces, PIECES), tl.num_programs(0)):
         piece = tile * PIECES + tl.arange(0, PIECES)
-        live = piece < pieces
-        begin = tl.load(starts + piece, mask=live, other=0)
-        end = tl.load(starts + piece + 1, mask=live, other=0)
+        begin = tl.load(starts + piece, mask=piece < pieces, other=0)
+        end = tl.load(starts + piece + 1, mask=piece < pieces, other=0)
+        length = end - begin
+        live = (length > 0) & (length <= SHORT)
         row = tl.load(rows + begin, mask=live, other=0).to(tl.int64)
-        next_source = tl.load(source + begin, mask=live, other=0)
         before = tl.load(rows + begin - 1, mask=live & (begin > 0), other=-1).to(tl.int64)
         after = tl.load(rows + end, mask=live & (end < count), other=-1).to(tl.int64)
-        first, last = before != row, after != row
-        whole = live & first & last
-        old_mask = whole[:, None] & live_column
-        old = tl.load(weight + row[:, None] * DIM + column[None, :], mask=old_mask, other=0.0).to(tl.float32)
-        length = end - begin
+        first = before != row
+        whole = live & first & (after != row)
+        mask = whole[:, None] & live_column
+        old = tl.load(weight + row[:, None] * DIM + column[None, :], mask=mask, other=0.0).to(tl.float32)
         acc = tl.zeros([PIECES, BLOCK_D], tl.float32)
-        for i in range(tl.max(length, axis=0)):
-            more = i < length
-            address = next_source.to(tl.int64)[:, None] * DIM + column[None, :]
+        for i in tl.static_range(SHORT):
+            more = live & (i < length)
+            origin = tl.load(source + begin + i, mask=more, other=0).to(tl.int64)
+            address = origin[:, None] * DIM + column[None, :]
             grad = tl.load(grads + address, mask=more[:, None] & live_column, other=0.0).to(tl.float32)
-            next_source = tl.load(source + begin + i + 1, mask=i + 1 < length, other=0)
             if WEIGHTED:
                 grad *= tl.load(coefficients + begin + i, mask=more, other=0.0)[:, None]
             acc += grad
@@ -235,6 +236,56 @@ def update_kernel(
             acc, row, column, whole, old, weight, moment, first_moment, piece_starts, piece_shifts, piece_keys,
             num_pieces, lr, eps, moment_scale, beta1, beta2, correction1, correction2, DIM, OPTIMISER, ROUND,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["count", "num_pieces"])
+def update_long_kernel(
+    weight, moment, first_moment, grads, rows, source, coefficients, starts, numbers, partials, count,
+    piece_starts, piece_shifts, piece_keys, num_pieces,
+    lr, eps, moment_scale, beta1, beta2, correction1, correction2,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, POSITIONS: tl.constexpr, CUT: tl.constexpr, SHORT: tl.constexpr,
+    WEIGHTED: tl.constexpr, OPTIMISER: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
+    """One block of CUT positions a program: its long pieces one after the other, POSITIONS gradients at a time."""
+    block = tl.program_id(0).to(tl.int64)
+    block_end = tl.minimum(block * CUT + CUT, count)
+    first_piece = tl.load(numbers + block * CUT) - 1
+    index = tl.arange(0, CUT)
+    live = first_piece + index < tl.load(numbers + block_end - 1)
+    begins = tl.load(starts + first_piece + index, mask=live, other=0)
+    ends = tl.load(starts + first_piece + index + 1, mask=live, other=0)
+    long = ends - begins > SHORT
+    column = tl.arange(0, BLOCK_D)
+    live_column = (column < DIM)[None, :]
+    at = tl.min(tl.where(long, index, CUT), axis=0)
+    while at < CUT:
+        begin = tl.load(starts + first_piece + at)
+        end = tl.load(starts + first_piece + at + 1)
+        row = tl.load(rows + begin).to(tl.int64)
+        first = (begin == 0) | (tl.load(rows + begin - 1, mask=begin > 0, other=-1) != row)
+        last = (end == count) | (tl.load(rows + end, mask=end < count, other=-1) != row)
+        row_here = row + tl.zeros([1], tl.int64)
+        whole = (first & last) & (row_here >= 0)
+        mask = whole[:, None] & live_column
+        old = tl.load(weight + row_here[:, None] * DIM + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        acc = tl.zeros([POSITIONS, BLOCK_D], tl.float32)
+        for start in range(begin, end, POSITIONS):
+            position = start + tl.arange(0, POSITIONS)
+            more = position < end
+            origin = tl.load(source + position, mask=more, other=0).to(tl.int64)
+            address = origin[:, None] * DIM + column[None, :]
+            grad = tl.load(grads + address, mask=more[:, None] & live_column, other=0.0).to(tl.float32)
+            if WEIGHTED:
+                grad *= tl.load(coefficients + position, mask=more, other=0.0)[:, None]
+            acc += grad
+        total = tl.sum(acc, axis=0)[None, :]
+        slot = block * 2 + first.to(tl.int64)
+        tl.store(partials + slot * DIM + column[None, :], total, mask=(whole == 0)[:, None] & live_column)
+        _apply(
+            total, row_here, column, whole, old, weight, moment, first_moment, piece_starts, piece_shifts, piece_keys,
+            num_pieces, lr, eps, moment_scale, beta1, beta2, correction1, correction2, DIM, OPTIMISER, ROUND,
+        )  # fmt: skip
+        at = tl.min(tl.where(long & (index > at), index, CUT), axis=0)
 
 
 @triton.jit(do_not_specialize=["count", "num_pieces"])
@@ -337,26 +388,25 @@ def find_pieces(rows: Tensor, order: Tensor, bags: Tensor | None) -> tuple[Tenso
 def update(
     weight: Tensor, moment: Tensor | None, first_moment: Tensor | None, grads: Tensor, rows: Tensor, source: Tensor,
     coefficients: Tensor | None, numbers: Tensor, starts: Tensor, pieces: tuple[Tensor, Tensor, Tensor], optimiser: str,
-    scalars: tuple[float, ...], *, elements: int = 1024, num_warps: int = 2, programs_per_sm: int = 32,
+    scalars: tuple[float, ...], *, elements: int = 512, num_warps: int = 1, programs_per_sm: int = 32,
+    long_elements: int = 512, long_warps: int = 1,
 ) -> None:  # fmt: skip
     """scalars: lr, eps, moment_scale, beta1, beta2, correction1, correction2. pieces: starts, shifts, keys of noise."""
     count, dim = rows.shape[0], weight.shape[1]
     width, tile = _tile(dim, elements)
     blocks = triton.cdiv(count, CUT)
     partials = torch.empty(blocks * 2, dim, dtype=torch.float32, device=weight.device)
-    moment = partials if moment is None else moment
-    first_moment = partials if first_moment is None else first_moment
-    options = {
-        "DIM": dim, "BLOCK_D": width, "CUT": CUT, "OPTIMISER": optimiser, "ROUND": weight.dtype != torch.float32,
-    }  # fmt: skip
-    noise = (*pieces, pieces[0].shape[0])
+    state = (weight, moment if moment is not None else partials, first_moment if first_moment is not None else partials)
+    weighted = coefficients is not None
+    inputs = (grads, rows, source, coefficients if weighted else partials, starts, numbers, partials, count)
+    tail = (*pieces, pieces[0].shape[0], *scalars)
+    options = {"DIM": dim, "BLOCK_D": width, "CUT": CUT, "OPTIMISER": optimiser, "ROUND": weight.dtype != torch.float32}
+    lengths = {"SHORT": SHORT, "WEIGHTED": weighted}
     sms = torch.cuda.get_device_properties(weight.device).multi_processor_count if weight.is_cuda else 1
     grid = (min(triton.cdiv(count, tile), sms * programs_per_sm),)
-    update_kernel[grid](
-        weight, moment, first_moment, grads, rows, source, coefficients if coefficients is not None else partials,
-        starts, numbers, partials, count, *noise, *scalars, PIECES=tile, WEIGHTED=coefficients is not None,
-        num_warps=num_warps, **options,
-    )  # fmt: skip
-    combine_kernel[(blocks,)](
-        weight, moment, first_moment, rows, partials, count, *noise, *scalars, AHEAD=16, num_warps=2, **options
+    update_short_kernel[grid](*state, *inputs, *tail, PIECES=tile, num_warps=num_warps, **lengths, **options)
+    positions = _tile(dim, long_elements)[1]
+    update_long_kernel[(blocks,)](
+        *state, *inputs, *tail, POSITIONS=positions, num_warps=long_warps, **lengths, **options
     )
+    combine_kernel[(blocks,)](*state, rows, partials, count, *tail, AHEAD=16, num_warps=2, **options)

@@ -162,7 +162,10 @@ def test_update_of_empty_and_hot_inputs(implementation, name, hot):
 
 
 @implementations
-@pytest.mark.parametrize("counts", [[5000], [127, 129, 128, 1], [1, 256, 3, 384, 2200], [128, 128], [130, 2300, 7]])
+@pytest.mark.parametrize(
+    "counts",
+    [[5000], [127, 129, 128, 1], [1, 256, 3, 384, 2200], [128, 128], [130, 2300, 7], [4, 5, 4, 113, 2, 1, 5]],
+)
 def test_segments_across_cuts(implementation, counts):
     """Rows with more duplicates than a piece holds, at, before and behind its edges; 2,300 span more than 16."""
     rows = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
@@ -258,7 +261,7 @@ def test_new_totals_compile_nothing():
     from opengem.sparse.lookup import triton as kernels
 
     def compiled() -> int:
-        return sum(len(entry[0]) for entry in kernels.update_kernel.device_caches.values())
+        return sum(len(entry[0]) for entry in kernels.update_short_kernel.device_caches.values())
 
     def one(count: int) -> None:
         weight = torch.zeros(1000, 64, device="cuda")

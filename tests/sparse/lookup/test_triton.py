@@ -30,13 +30,12 @@ def compiled(kernel: str, dim: int, row: str, **constants) -> dict:
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize("row", ["*fp32", "*fp16"])
 def test_update_compiles_without_spills(row, capability):
-    found = compiled(
-        "update_kernel", 128, row, PIECES=8, CUT=128, WEIGHTED=True, OPTIMISER="adagrad", ROUND=row != "*fp32",
-        capability=capability,
-    )  # fmt: skip
-    assert found["spill_bytes"] == 0 and found["shared"] <= aot.SHARED_LIMIT
-    assert "atom.global" not in found["ptx"]
-    assert "ld.global.v4" in found["ptx"]  # a row is read 16 bytes a lane
+    common = {"CUT": 128, "SHORT": 4, "WEIGHTED": True, "OPTIMISER": "adagrad", "ROUND": row != "*fp32"}
+    for kernel, tile in (("update_short_kernel", {"PIECES": 4}), ("update_long_kernel", {"POSITIONS": 4})):
+        found = compiled(kernel, 128, row, capability=capability, num_warps=1, **common, **tile)
+        assert found["spill_bytes"] == 0 and found["shared"] <= aot.SHARED_LIMIT
+        assert "atom.global" not in found["ptx"]
+        assert "ld.global.v4" in found["ptx"]  # a row is read 16 bytes a lane
 
 
 def test_other_kernels_compile():
