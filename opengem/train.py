@@ -18,10 +18,11 @@ from torch import Tensor
 from opengem import baselines, checkpoint
 from opengem.config import Config, from_json, to_json
 from opengem.data.batch import Batch
+from opengem.data.labels import base_rates
 from opengem.data.loader import Loader
 from opengem.data.schema import Schema
 from opengem.errors import NonFiniteError, UserError
-from opengem.evaluate import base_rates, evaluate_split
+from opengem.evaluate import evaluate_split
 from opengem.job import Job, build
 from opengem.loss import Meter
 from opengem.metrics import entropy

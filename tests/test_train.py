@@ -17,9 +17,10 @@ import torch
 
 from opengem import checkpoint
 from opengem.config import to_json
+from opengem.data.labels import base_rates
 from opengem.data.schema import Schema
 from opengem.errors import NonFiniteError, UserError
-from opengem.evaluate import base_rates, evaluate_split, predict
+from opengem.evaluate import evaluate_split, predict
 from opengem.job import Job, build, open_run
 from opengem.runlog import read_metrics
 from opengem.train import train
@@ -185,14 +186,3 @@ def test_progressive_evaluation_learns_and_leaves_the_run_alone(data, whole):
     assert strict["click"]["rows"] == progressive["click"]["rows"]
     assert strict["click"]["ne"] != progressive["click"]["ne"]
     assert checkpoint.find(whole[0] / "checkpoints") == before
-
-
-def test_base_rates_are_those_of_the_training_split(data):
-    from opengem.data.store import Samples
-
-    schema = Schema.load(data)
-    first, last = Samples.open(data, schema).split("train")
-    columns = Samples.open(data, schema).read(first, last)
-    rates = base_rates(data, schema, "train")
-    assert rates["click"] == pytest.approx(columns["click"].mean())
-    assert rates["convert"] == pytest.approx(columns["convert"][columns["click"] == 1].mean())

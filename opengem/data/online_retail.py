@@ -42,7 +42,6 @@ def build(
     file: Path,
     test_from: str = "2011-11-01",
     repurchase_days: int = 30,
-    gap_days: int = 30,
     seed: int = 0,
     overwrite: bool = False,
 ) -> None:
@@ -57,11 +56,10 @@ def build(
         file: the downloaded table, with the column names of UCI (InvoiceNo, StockCode, ...).
         test_from: first day of the test split.
         repurchase_days: days within which buying again counts as a conversion.
-        gap_days: days between the train and the test split, so that no training label is read from the test period.
         seed: seed of the sampled negatives.
         overwrite: replace what is in the folder.
     """
-    task = Task(seconds(test_from, "test_from"), repurchase_days=repurchase_days, gap_days=gap_days, seed=seed)
+    task = Task(seconds(test_from, "test_from"), repurchase_days=repurchase_days, seed=seed)
     write(out, load(file), task, overwrite)
 
 
