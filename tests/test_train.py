@@ -186,3 +186,18 @@ def test_progressive_evaluation_learns_and_leaves_the_run_alone(data, whole):
     assert strict["click"]["rows"] == progressive["click"]["rows"]
     assert strict["click"]["ne"] != progressive["click"]["ne"]
     assert checkpoint.find(whole[0] / "checkpoints") == before
+
+
+def test_lengths_and_padding_are_counted_over_batches_of_different_maximum():
+    from opengem.data.batch import Batch
+    from opengem.jagged import Jagged
+    from opengem.train import Progress
+
+    progress = Progress(None, None)
+    for lengths in ([2, 0], [5, 1, 1], []):
+        size = len(lengths)
+        history = Jagged.from_lengths(torch.zeros(sum(lengths), dtype=torch.int64), torch.tensor(lengths, dtype=int))
+        zeros = torch.zeros(size, dtype=torch.int64)
+        progress.count(Batch({"view.timestamp": history}, {}, {}, torch.ones(size), zeros, zeros))
+    assert progress.lengths == {"view.timestamp": [1, 2, 1, 0, 0, 1]}
+    assert (progress.samples, progress.tokens, progress.padded_tokens) == (5, 9, 2 * 2 + 3 * 5)

@@ -304,8 +304,8 @@ def splits(log: Log, task: Task) -> dict[str, tuple[int, int]]:
     start, end = int(log.time[0]), int(log.time[-1]) + 1
     if not start < task.test_from < end:
         raise UserError(
-            f"purchases: the log runs {_date(start)} to {_date(end)}; test_from {_date(task.test_from)} leaves no train "
-            "or no test split; move test_from"
+            f"purchases: the log runs {_date(start)} to {_date(end)}; test_from {_date(task.test_from)} leaves no "
+            "train or no test split; move test_from"
         )
     return {"train": (start, task.test_from), "test": (task.test_from, end)}
 
