@@ -95,7 +95,8 @@ def sweep(say, case: str) -> None:
             if group.kind != "none":
                 continue
             # The other kernel of the update keeps its default.
-            for chosen in (options, options | {"programs_per_sm": 64}, {"long_elements": elements, "long_warps": warps}):
+            long = {"long_elements": elements, "long_warps": warps}
+            for chosen in (options, options | {"programs_per_sm": 64}, long):
                 say(facts | chosen | {"kernel": "update", "ms": bench.timed(_update(group, orders, chosen), 6)[0]})
         if group.kind == "none":
             before = kernels.SHORT
@@ -105,7 +106,7 @@ def sweep(say, case: str) -> None:
             kernels.SHORT = before
 
 
-def _update(group: bench.Group, orders: list[op.Order], options: dict):
+def _update(group: bench.Group, orders: list, options: dict):
     def update(i: int) -> None:
         order, outputs = orders[i % 2], group.outputs(i % 2)
         kernels.update(
