@@ -16,6 +16,7 @@ from opengem.data.schema import Label, Schema
 from opengem.data.store import Samples
 from opengem.metrics import summarize
 
+TREES = {"max_iter": 200, "max_leaf_nodes": 31, "min_samples_leaf": 100}
 Scores = dict[str, float | int | None]
 
 
@@ -115,4 +116,4 @@ def _model(kind: str, seed: int):
         return LogisticRegression()
     from sklearn.ensemble import HistGradientBoostingClassifier
 
-    return HistGradientBoostingClassifier(max_iter=200, max_leaf_nodes=63, early_stopping=False, random_state=seed)
+    return HistGradientBoostingClassifier(**TREES, early_stopping=False, random_state=seed)

@@ -180,7 +180,7 @@ class ModelConfig:
     """rotary time: angles from log(1 + gap / time_scale)"""
     time_scale_s: float = 3600.0
     match: bool = True
-    """tell each event whether it shares an id with the candidate"""
+    """compare events with the candidate: equal ids, similar embeddings, how often and how lately they matched"""
     head_hidden: int = 128
     """width of the first hidden layer of a task's head, twice the second's"""
 

@@ -153,6 +153,8 @@ def test_shapes_are_checked_without_contents():
             Jagged(torch.zeros(3), torch.zeros(3, dtype=torch.int32), 2)
         with pytest.raises(ValueError, match="got a scalar"):
             Jagged(torch.zeros(()), torch.zeros(3, dtype=torch.int64), 2)
+        traced = Jagged.from_lengths(torch.zeros(3), torch.ones(3, dtype=torch.int64), max_length=2)
+        assert traced.offsets.shape == (4,) and traced.to_padded().shape == (3, 2)
 
 
 def test_works_under_compile():

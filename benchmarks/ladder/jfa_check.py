@@ -39,9 +39,9 @@ MASKS = {"full": Mask(), "causal": Mask(causal=True), "window": Mask(window=(70,
 def check(implementation: str, dim: int, backward: bool, blocks: int = 0) -> None:
     """All edge lengths and masks in bf16, one mask in fp16; `blocks` limits a persistent grid so that items queue."""
     if blocks:
-        from opengem.kernels.jfa import gluon_sm90
+        from opengem.kernels.jfa import gluon_sm90, gluon_sm90_backward
 
-        gluon_sm90._multiprocessors = lambda device: blocks
+        gluon_sm90._multiprocessors = gluon_sm90_backward._multiprocessors = lambda device: blocks
     for dtype in (torch.bfloat16, torch.float16):
         for name, mask in MASKS.items():
             worst = {}
@@ -57,8 +57,9 @@ def check(implementation: str, dim: int, backward: bool, blocks: int = 0) -> Non
 def _errors(implementation, dim, dtype, mask, q_lengths, kv_lengths, backward) -> dict:
     """Largest error relative to the largest value, of each result; infinite where not finite or not repeatable."""
     torch.manual_seed(0)
-    q, k, v = (torch.randn(sum(n) + 3, HEADS, dim, device="cuda", dtype=dtype).requires_grad_()
-               for n in (q_lengths, kv_lengths, kv_lengths))
+    rows = sum(q_lengths) + 3, sum(kv_lengths) + 3
+    shapes = (rows[0], HEADS, dim), (rows[1], HEADS // 2, dim), (rows[1], HEADS // 2, dim)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=dtype).requires_grad_() for shape in shapes)
     with torch.no_grad():  # rows behind the offsets must not be read
         for x in (q, k, v):
             x[-3:] = float("nan")
@@ -110,8 +111,8 @@ CASES = {
 }
 
 
-def timed(version: str) -> None:
-    """Forward, and backward where the version has one, on every case."""
+def timed(version: str, backward: bool = False) -> None:
+    """Forward or backward on every case; the ladder's forward kernels know full attention only."""
     for name, (make_lengths, most, dim, mask) in CASES.items():
         lengths = make_lengths()
         q, k, v, offsets = make_inputs(lengths, dim, torch.device("cuda"), 0)
@@ -126,6 +127,10 @@ def timed(version: str) -> None:
                 ms, low, high = median_ms(lambda: forward(q, k, v, offsets, version))  # noqa: B023
             emit(time=version, case=name, fwd_ms=ms, fwd_tflops=flops / ms / 1e9, spread=[low, high])
             continue
+        if version in ("atomic", "owner"):
+            if mask == Mask():
+                emit(time=version, case=name, **_ladder_backward(version, q, k, v, offsets, most, flops))
+            continue
         if version == "torch_varlen_fa2":
             def run():
                 return torch_varlen_fa2(most, mask, q, k, v, offsets)  # noqa: B023
@@ -134,14 +139,31 @@ def timed(version: str) -> None:
                 with backend.force(version):
                     return jagged_flash_attention(
                         q, k, v, offsets, max_q=most, causal=mask.causal, window=mask.window)  # noqa: B023
-        ms, low, high = median_ms(run)
-        emit(time=version, case=name, fwd_ms=ms, fwd_tflops=flops / ms / 1e9, spread=[low, high])
+        if not backward:
+            ms, low, high = median_ms(run)
+            emit(time=version, case=name, fwd_ms=ms, fwd_tflops=flops / ms / 1e9, spread=[low, high])
+            continue
         out = run()
         dout = torch.randn_like(out)
         with backend.force("triton" if version == "torch_varlen_fa2" else version):
             ms, low, high = median_ms(
                 lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))  # noqa: B023
         emit(time=version, case=name, bwd_ms=ms, bwd_tflops=2.5 * flops / ms / 1e9, spread=[low, high])
+
+
+def _ladder_backward(version: str, q, k, v, offsets, most: int, flops: int) -> dict:
+    """Time of a ladder backward, and its largest difference to the package's, relative to the largest gradient."""
+    from benchmarks.ladder.jfa_backward import backward
+
+    with backend.force("triton"):
+        out, lse = jagged_flash_attention(q, k, v, offsets, max_q=most, return_lse=True)
+        dout = torch.randn_like(out)
+        want = torch.autograd.grad(out, (q, k, v), dout)
+    with torch.no_grad():
+        got = backward(dout, q, k, v, out, lse, offsets, version)
+        ms, low, high = median_ms(lambda: backward(dout, q, k, v, out, lse, offsets, version))
+    gap = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, want, strict=True))
+    return {"bwd_ms": ms, "bwd_tflops": 2.5 * flops / ms / 1e9, "spread": [low, high], "gap": gap}
 
 
 def machine() -> None:
@@ -199,12 +221,20 @@ WORK = {
     "check_gluon_128": lambda: check("gluon", 128, False),
     "check_gluon_64": lambda: check("gluon", 64, False),
     "check_gluon_128_queued": lambda: check("gluon", 128, False, blocks=7),
+    "check_gluon_backward_128": lambda: check("gluon", 128, True),
+    "check_gluon_backward_64": lambda: check("gluon", 64, True),
+    "check_gluon_backward_128_queued": lambda: check("gluon", 128, True, blocks=7),
     "time_triton": lambda: timed("triton"),
     "time_gluon": lambda: timed("gluon"),
     "time_fa2": lambda: timed("torch_varlen_fa2"),
+    "time_triton_backward": lambda: timed("triton", backward=True),
+    "time_gluon_backward": lambda: timed("gluon", backward=True),
+    "time_fa2_backward": lambda: timed("torch_varlen_fa2", backward=True),
     "time_mask_all": lambda: timed("mask_all"),
     "time_subtract": lambda: timed("subtract"),
     "time_mask_tail": lambda: timed("mask_tail"),
+    "time_atomic": lambda: timed("atomic"),
+    "time_owner": lambda: timed("owner"),
     "host_triton": lambda: host_time("triton"),
     "host_gluon": lambda: host_time("gluon"),
     "check_triton_64": lambda: check("triton", 64, True),

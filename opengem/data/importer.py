@@ -14,12 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from opengem.data.columns import Column, Lists, running_sum
+from opengem.data.files import check_room
 from opengem.data.source import (
     Chunk,
     Vocabulary,
+    bits,
     chunks,
     integer_lists,
-    integers,
     numbers,
     seconds,
     sorted_chunks,
@@ -40,6 +41,7 @@ def build(out: Path, *, spec: Path, overwrite: bool = False) -> None:
     spec: JSON file that says which files hold events and samples and what their columns mean (see docs/data.md).
     overwrite: replace the data set in `out`.
     """
+    check_room(Path(out), overwrite)
     description = load_spec(Path(spec))
     users, vocabularies, rows = _collect(description)
     sizes = {table: len(v.values) + 1 for table, v in vocabularies.items()}
@@ -67,7 +69,8 @@ def _collect(spec: Spec) -> tuple[Vocabulary, dict[str, Vocabulary], int]:
     in_split, low, high, rows = dict.fromkeys(spec.splits, 0), None, None, 0
     for source in (*spec.streams.values(), spec.samples):
         mine = [f for f in source.fields if f.has_vocabulary]
-        for chunk in _chunks(source, [source.user, source.time, *(f.column for f in mine)]):
+        names = {source.user, source.time, *(f.column for f in mine)}
+        for chunk in chunks(source, {n: content for n, content in source.columns.items() if n in names}):
             users.add(_users(chunk, source))
             times = seconds(chunk, source.time, spec.units_per_s)
             known = chunk.take(np.flatnonzero(times < spec.vocabulary_end))
@@ -91,11 +94,6 @@ def _collect(spec: Spec) -> tuple[Vocabulary, dict[str, Vocabulary], int]:
     for vocabulary in (users, *vocabularies.values()):
         vocabulary.freeze()
     return users, vocabularies, rows
-
-
-def _chunks(source: Source, columns: list[str]) -> Iterator[Chunk]:
-    as_text = {source.user, *(f.column for f in source.fields if f.has_vocabulary or f.feature.kind == "ids")}
-    return chunks(source, columns, as_text & set(columns))
 
 
 def _users(chunk: Chunk, source: Source) -> pa.Array:
@@ -123,7 +121,7 @@ def _encode(chunk: Chunk, field: Field, vocabularies: dict[str, Vocabulary]) -> 
         lists = integer_lists(chunk, field)
         column.check(lists.values, lambda i: chunk.place(int(np.searchsorted(lists.offsets, i, "right")) - 1))
         return lists
-    values = numbers(chunk, name, field.fill) if feature.kind == "dense" else integers(chunk, name)
+    values = numbers(chunk, name, field.fill) if feature.kind == "dense" else bits(chunk, field.columns)
     column.check(values, chunk.place)
     return values.astype(column.dtype)
 
@@ -136,7 +134,7 @@ def _read_events(
         n: [] for n in ("user", "timestamp", *(f.feature.name for f in source.fields))
     }
     places: list[Chunk] = []
-    for chunk in _chunks(source, [source.user, source.time, *(f.column for f in source.fields)]):
+    for chunk in chunks(source, source.columns):
         parts["user"].append((users.encode(_users(chunk, source)) - 1).astype(np.int32))
         parts["timestamp"].append(seconds(chunk, source.time, spec.units_per_s))
         for field in source.fields:
@@ -215,8 +213,7 @@ def _read_samples(
 ) -> Iterator[dict[str, np.ndarray | Lists]]:
     """Chunks of samples as `Writer.write_samples` takes them."""
     source, newest = spec.samples, None
-    names = [source.user, source.time, *(f.column for f in source.fields), *(column for _, column in spec.labels)]
-    read = _chunks(source, [*names, source.weight] if source.weight else names)
+    read = chunks(source, source.columns)
     for chunk in sorted_chunks(read, source, spec.units_per_s) if source.sort else read:
         times = seconds(chunk, source.time, spec.units_per_s)
         newest = _check_sample_order(times, newest, chunk, source)
@@ -224,8 +221,10 @@ def _read_samples(
         columns = {"user": user, "timestamp": times, **{f"cut.{n}": cut(user, times) for n, cut in cutters.items()}}
         for field in source.fields:
             columns[field.feature.name] = _encode(chunk, field, vocabularies)
-        for label, column in spec.labels:
-            columns[label.name] = _checked(chunk, Column(column, "label"))
+        for label, column in source.labels:
+            values = numbers(chunk, column, fill=np.nan)  # missing: not known
+            Column(column, "label").check(np.nan_to_num(values), chunk.place)
+            columns[label.name] = values.astype(np.float32)
         if source.weight:
             columns["weight"] = _checked(chunk, Column(source.weight, "weight"))
         yield columns

@@ -210,7 +210,7 @@ def impressions(log: Log, task: Task) -> Impressions:
 
 
 def _positives(log: Log, task: Task, contents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The positives: indices into `contents` (sorted distinct basket-product pairs), and the place of each in its basket.
+    """The positives: indices into `contents` (sorted distinct basket-product pairs) and each one's place in its basket.
 
     Only baskets that ask, only products sold before, at most `max_positives` of them in an order drawn at random.
     """

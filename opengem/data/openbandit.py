@@ -16,7 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 
-from opengem.data.columns import readable, running_sum
+from opengem.data.columns import running_sum
+from opengem.data.files import readable
 from opengem.data.schema import Baseline, Feature, Label, Schema, Stream
 from opengem.data.store import Writer
 from opengem.errors import UserError

@@ -5,7 +5,8 @@ A `Chunk` remembers the file and row of each of its values, so that a fault name
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +16,17 @@ import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 
-from opengem.data.columns import Lists, nearest, readable, running_sum
+from opengem.data.columns import Lists, nearest, running_sum
+from opengem.data.files import readable
 from opengem.data.spec import Field, Source
 from opengem.errors import UserError
 
+CSV_TYPES = {"text": pa.string(), "integer": pa.int64(), "number": pa.float64()}
 CHUNK_ROWS = 262_144
+LISTED_ROWS = 4_096
+"""rows read at a time where a row holds a whole history"""
+CSV_BYTES = 1 << 24
+"""bytes of a CSV file that are parsed at a time"""
 MAX_SECOND = 10**11
 """the year 5138: a larger "second" is a millisecond in disguise"""
 
@@ -45,14 +52,15 @@ class Chunk:
         return Chunk(self.path, self.rows[order], {n: c.take(indices) for n, c in self.columns.items()})
 
 
-def chunks(source: Source, columns: list[str], texts: set[str]) -> Iterator[Chunk]:
+def chunks(source: Source, columns: dict[str, str]) -> Iterator[Chunk]:
     """All rows of a source in file order, `columns` only. Events stored as lists, one row a user, come out flat.
 
-    texts: columns that are read from CSV as text (ids), whatever they look like.
+    columns: as `Source.columns`. A CSV file is read with the types that these ask for, never with guessed ones, but
+    for times, which may be integers or text.
     """
     for path in source.files:
         first = 0
-        for batch in _batches(path, list(dict.fromkeys(columns)), texts):
+        for batch in _batches(path, columns):
             rows = np.arange(first, first + batch.num_rows)
             first += batch.num_rows
             arrays = {n: batch.column(i) for i, n in enumerate(batch.schema.names)}
@@ -60,25 +68,36 @@ def chunks(source: Source, columns: list[str], texts: set[str]) -> Iterator[Chun
             yield _explode(chunk, source.user) if _is_list(chunk.columns[source.time]) else chunk
 
 
-def _batches(path: Path, columns: list[str], texts: set[str]) -> Iterator[pa.RecordBatch]:
+def _batches(path: Path, columns: dict[str, str]) -> Iterator[pa.RecordBatch]:
     name = path.name.removesuffix(".gz")
     with readable(path):
         if name.endswith(".parquet"):
             file = pq.ParquetFile(path)
             _check_names(file.schema_arrow.names, columns, path)
-            yield from file.iter_batches(CHUNK_ROWS, columns=columns)
+            time = next(n for n, content in columns.items() if content == "time")
+            size = LISTED_ROWS if _is_list(file.schema_arrow.field(time)) else CHUNK_ROWS
+            yield from file.iter_batches(size, columns=list(columns))
         elif name.endswith((".csv", ".tsv")):
-            parse = pacsv.ParseOptions(delimiter="\t" if name.endswith(".tsv") else ",")
-            _check_names(pacsv.open_csv(path, parse_options=parse).schema.names, columns, path)
-            convert = pacsv.ConvertOptions(include_columns=columns, column_types={n: pa.string() for n in texts})
-            yield from pacsv.open_csv(
-                path, pacsv.ReadOptions(block_size=1 << 24), parse_options=parse, convert_options=convert
-            )
+            yield from _csv_batches(path, columns, "\t" if name.endswith(".tsv") else ",")
         else:
             raise UserError(f"{path}: wanted a .parquet, .csv or .tsv file")
 
 
-def _check_names(found: list[str], wanted: list[str], path: Path) -> None:
+def _csv_batches(path: Path, columns: dict[str, str], delimiter: str) -> Iterator[pa.RecordBatch]:
+    parse = pacsv.ParseOptions(delimiter=delimiter)
+    names = pacsv.open_csv(path, parse_options=parse).schema.names
+    _check_names(names, columns, path)
+    types = {n: CSV_TYPES[content] for n, content in columns.items() if content in CSV_TYPES}
+    convert = pacsv.ConvertOptions(include_columns=list(columns), column_types=types)
+    read = pacsv.ReadOptions(block_size=CSV_BYTES)
+    try:
+        yield from pacsv.open_csv(path, read, parse, convert)
+    except pa.ArrowInvalid as error:
+        reason = re.sub(r"In CSV column #(\d+)", lambda m: f"column {names[int(m[1])]!r}", str(error).splitlines()[0])
+        raise UserError(f"{path} cannot be read: {reason}") from error
+
+
+def _check_names(found: list[str], wanted: Iterable[str], path: Path) -> None:
     for name in wanted:
         if name not in found:
             raise UserError(f"{path} has no column {name!r}{nearest(name, found)}")
@@ -88,7 +107,7 @@ def _plain(array: pa.Array) -> pa.Array:
     return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
 
 
-def _is_list(array: pa.Array) -> bool:
+def _is_list(array: pa.Array | pa.Field) -> bool:
     return pa.types.is_list(array.type) or pa.types.is_large_list(array.type)
 
 
@@ -127,9 +146,8 @@ def sorted_chunks(read: Iterator[Chunk], source: Source, units_per_s: int) -> It
     path = parts[0].path if len(source.files) == 1 else parts[0].path.parent / f"({len(source.files)} files)"
     for first in range(0, len(order), CHUNK_ROWS):
         rows = order[first : first + CHUNK_ROWS]
-        taken = table.take(pa.array(rows)).combine_chunks()
-        columns = {n: pa.concat_arrays(taken[n].chunks) for n in taken.column_names}
-        yield Chunk(path, rows, columns)
+        taken = table.take(pa.array(rows))
+        yield Chunk(path, rows, {n: taken[n].combine_chunks() for n in taken.column_names})
 
 
 def _list_lengths(array: pa.Array) -> np.ndarray:
@@ -182,24 +200,43 @@ def text_lists(chunk: Chunk, field: Field) -> tuple[np.ndarray, pa.Array]:
 
 def numbers(chunk: Chunk, column: str, fill: float | None = None) -> np.ndarray:
     """float64 `[N]`; missing and NaN become `fill`, or an error without one."""
-    array = chunk.columns[column]
-    kind = array.type
-    if pa.types.is_null(kind) or pa.types.is_decimal(kind) or pa.types.is_boolean(kind):
-        array = array.cast(pa.float64()) if not pa.types.is_boolean(kind) else array.cast(pa.int8())
-    elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
-        raise UserError(f"{chunk.path}: column {column!r} has type {kind}, wanted numbers")
+    array = _cast(chunk, column, pa.float64())
     if fill is None:
         _no_nulls(array, chunk, column, 'set "fill" for it, for example 0')
-    values = array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+    values = array.to_numpy(zero_copy_only=False)
     return values if fill is None else np.where(np.isnan(values), fill, values)
 
 
 def integers(chunk: Chunk, column: str) -> np.ndarray:
-    """int64 `[N]` of a column of ready-made ids or bit masks; missing becomes 0."""
+    """int64 `[N]` of a column of ready-made ids, bit masks or flags; missing becomes 0."""
+    return np.asarray(pc.fill_null(_cast(chunk, column, pa.int64()), 0))
+
+
+def _cast(chunk: Chunk, column: str, kind: pa.DataType) -> pa.Array:
+    """Numbers, booleans and text that spells numbers, as `kind`; empty text is missing."""
     array = chunk.columns[column]
-    if pa.types.is_null(array.type):
-        return np.zeros(len(array), np.int64)
-    return _as_integers(array, chunk, column)
+    if pa.types.is_boolean(array.type):
+        array = array.cast(pa.int8())
+    elif pa.types.is_string(array.type):
+        array = pc.if_else(pc.equal(array, ""), None, array)
+    try:
+        return array.cast(kind)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise UserError(f"{chunk.path}: column {column!r}: wanted {kind}: {str(error).splitlines()[0]}") from error
+
+
+def bits(chunk: Chunk, columns: tuple[str, ...]) -> np.ndarray:
+    """int64 `[N]`: a ready-made mask, or several 0/1 columns of which column i gives bit i."""
+    if len(columns) == 1:
+        return integers(chunk, columns[0])
+    mask = np.zeros(len(chunk.rows), np.int64)
+    for i, column in enumerate(columns):
+        flags = integers(chunk, column)
+        if (bad := (flags != 0) & (flags != 1)).any():
+            at = int(bad.argmax())
+            raise UserError(f"{chunk.place(at)}: column {column!r}: flag {flags[at]} must be 0 or 1")
+        mask |= flags << i
+    return mask
 
 
 def integer_lists(chunk: Chunk, field: Field) -> Lists:
@@ -212,12 +249,6 @@ def integer_lists(chunk: Chunk, field: Field) -> Lists:
             f"{chunk.path}: column {field.column!r}: {str(error).splitlines()[0]}; ids with rows are integers"
         ) from error
     return Lists(running_sum(lengths), np.asarray(pc.fill_null(flat, 0)))
-
-
-def _as_integers(array: pa.Array, chunk: Chunk, column: str) -> np.ndarray:
-    if not pa.types.is_integer(array.type):
-        raise UserError(f"{chunk.path}: column {column!r} has type {array.type}, wanted integers (it is given rows)")
-    return np.asarray(pc.fill_null(array, 0)).astype(np.int64)
 
 
 def _as_text(array: pa.Array, chunk: Chunk, column: str) -> pa.Array:
@@ -261,8 +292,6 @@ class Vocabulary:
         """Number the ids; returns them, the first one being id 1."""
         ordered = self._merge().sort_by([("count", "descending"), ("value", "ascending")])
         self.values, self._counts = ordered["value"].combine_chunks(), []
-        if isinstance(self.values, pa.ChunkedArray):
-            self.values = pa.concat_arrays(self.values.chunks)
         return self.values
 
     def encode(self, ids: pa.Array) -> np.ndarray:

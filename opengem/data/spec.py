@@ -22,17 +22,28 @@ OPEN_ROWS = 2**62
 
 @dataclass(frozen=True)
 class Field:
-    """An event attribute or a sample feature and the column it comes from.
+    """An event attribute or a sample feature and where it comes from.
 
-    feature: as in the schema; rows = 0 means that a vocabulary is built (kinds id and ids).
+    feature: as in the schema; rows = OPEN_ROWS means that a vocabulary is built (kinds id and ids).
+    columns: one, or for bits possibly several 0/1 columns, column i giving bit i.
     fill: stands in for a missing number (None: a missing number is an error).
     separator: between the ids of a text list.
     """
 
     feature: Feature
-    column: str
-    fill: float | None
-    separator: str
+    columns: tuple[str, ...]
+    fill: float | None = None
+    separator: str = ""
+
+    @property
+    def column(self) -> str:
+        return self.columns[0]
+
+    @property
+    def content(self) -> str:
+        if self.has_vocabulary or self.feature.kind == "ids":
+            return "text"
+        return "number" if self.feature.kind == "dense" else "integer"
 
     @property
     def has_vocabulary(self) -> bool:
@@ -44,7 +55,7 @@ class Source:
     """Files of one kind (a stream's events, or the samples) and their columns.
 
     sort: order the rows by time after reading them all. distinct: keep one of identical events of a user.
-    weight: column of sample weights ("" for none).
+    weight: column of sample weights ("" for none). labels: (label, its column); samples only, like weight.
     """
 
     where: str
@@ -55,16 +66,27 @@ class Source:
     sort: bool = False
     distinct: bool = False
     weight: str = ""
+    labels: tuple[tuple[Label, str], ...] = ()
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Every column that is read -> what it holds: integer, number, time or text (ids, and columns of two uses)."""
+        uses = [(column, field.content) for field in self.fields for column in field.columns]
+        uses += [(column, "number") for _, column in self.labels]
+        uses += [(self.weight, "number")] if self.weight else []
+        out: dict[str, str] = {}
+        for column, content in uses:
+            out[column] = content if out.get(column, content) == content else "text"
+        return {**out, self.user: "text", self.time: "time"}
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A whole description. labels: (label, its column). units_per_s: divides integer times to give seconds."""
+    """A whole description. units_per_s: divides integer times to give seconds."""
 
     name: str
     streams: dict[str, Source]
     samples: Source
-    labels: tuple[tuple[Label, str], ...]
     splits: dict[str, tuple[int, int]]
     units_per_s: int
 
@@ -83,7 +105,7 @@ class Spec:
 
         streams = tuple(Stream(n, tuple(sized(f) for f in s.fields)) for n, s in self.streams.items())
         features = tuple(sized(f) for f in self.samples.fields)
-        return Schema(self.name, streams, features, tuple(label for label, _ in self.labels), self.splits)
+        return Schema(self.name, streams, features, tuple(label for label, _ in self.samples.labels), self.splits)
 
 
 def load_spec(path: Path) -> Spec:
@@ -101,9 +123,7 @@ def load_spec(path: Path) -> Spec:
     streams = {}
     for name, entry in top.take("events", dict, {}).items():
         streams[name] = _source(_Keys(entry, f"{path}: events.{name}"), path.parent, "attributes", is_samples=False)
-    entry = _Keys(top.take("samples", dict), f"{path}: samples")
-    labels = tuple(_label(name, e, f"{path}: samples.labels") for name, e in entry.take("labels", dict).items())
-    samples = _source(entry, path.parent, "features", is_samples=True)
+    samples = _source(_Keys(top.take("samples", dict), f"{path}: samples"), path.parent, "features", is_samples=True)
     splits = {n: _split(pair, f"{path}: splits.{n}") for n, pair in top.take("splits", dict).items()}
     by_start = sorted(splits.items(), key=lambda item: item[1])
     for (name, (_, end)), (later, (start, _)) in zip(by_start, by_start[1:], strict=False):
@@ -111,7 +131,7 @@ def load_spec(path: Path) -> Spec:
             raise UserError(f"{path}: splits {name!r} and {later!r} overlap; end one before the other starts")
     if "train" not in splits:
         raise UserError(f"{path}: splits has no 'train', whose end closes the vocabularies; add it")
-    spec = Spec(top.take("name", str, path.stem), streams, samples, labels, splits, TIME_UNITS[unit])
+    spec = Spec(top.take("name", str, path.stem), streams, samples, splits, TIME_UNITS[unit])
     top.done()
     _check_tables(spec, path)
     return spec
@@ -136,15 +156,17 @@ def _source(keys: _Keys, folder: Path, fields_key: str, is_samples: bool) -> Sou
     if not files:
         raise UserError(f"{keys.where}.files: {pattern!r} matches no file in {folder}")
     fields = keys.take(fields_key, dict, {})
+    labels = keys.take("labels", dict) if is_samples else {}
     source = Source(
         where=keys.where,
         files=files,
         user=keys.take("user", str, "user"),
         time=keys.take("time", str, "timestamp"),
-        fields=tuple(_field(name, entry, f"{keys.where}.{fields_key}") for name, entry in fields.items()),
+        fields=tuple(_field(n, _Keys(f, f"{keys.where}.{fields_key}.{n}"), is_samples) for n, f in fields.items()),
         sort=keys.take("sort", bool, False),
         distinct=not is_samples and keys.take("distinct", bool, False),
         weight=keys.take("weight", str, "") if is_samples else "",
+        labels=tuple(_label(n, _Keys(e, f"{keys.where}.labels.{n}")) for n, e in labels.items()),
     )
     keys.done()
     return source
@@ -155,28 +177,33 @@ def _absolute(pattern: str) -> tuple[Path, ...]:
     return tuple(sorted(path.parent.glob(path.name)))
 
 
-def _field(name: str, raw: dict, where: str) -> Field:
-    keys = _Keys(raw, f"{where}.{name}")
+def _field(name: str, keys: _Keys, is_sample: bool) -> Field:
+    """One field; a key that means nothing for its kind is unknown."""
     kind = keys.take("kind", str, "id")
-    rows = keys.take("rows", int, 0)
-    if kind in ("id", "ids") and not rows:
-        rows = OPEN_ROWS
+    columns = tuple(keys.take("columns", list, [])) if kind == "bits" else ()
+    if not all(isinstance(c, str) for c in columns):
+        raise UserError(f"{keys.where}.columns is {list(columns)}, wanted names of columns")
+    rows = len(columns) if columns or kind == "dense" else keys.take("rows", int, 0)
+    is_id = kind in ("id", "ids")
     feature = Feature(
         name,
         kind,
-        rows,
-        keys.take("table", str, ""),
-        keys.take("role", str, "context"),
-        keys.take("optional", bool, False),
+        OPEN_ROWS if is_id and not rows else rows,
+        keys.take("table", str, "") if is_id else "",
+        keys.take("role", str, "context") if is_sample else "context",
+        is_sample and keys.take("optional", bool, False),
     )
-    fill = keys.take("fill", float, None)
-    field = Field(feature, keys.take("column", str, name), fill, keys.take("separator", str, "|"))
+    field = Field(
+        feature,
+        columns or (keys.take("column", str, name),),
+        keys.take("fill", float, None) if kind == "dense" else None,
+        keys.take("separator", str, "|") if kind == "ids" else "",
+    )
     keys.done()
     return field
 
 
-def _label(name: str, raw: dict, where: str) -> tuple[Label, str]:
-    keys = _Keys(raw, f"{where}.{name}")
+def _label(name: str, keys: _Keys) -> tuple[Label, str]:
     label, column = Label(name, keys.take("given", str, "")), keys.take("column", str, name)
     keys.done()
     return label, column

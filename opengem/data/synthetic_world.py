@@ -10,8 +10,10 @@ BLOCK = 64
 ACTIONS, MOTIF = 8, (6, 5, 7)
 """action ids; a, b, c of the motif. a and c occur only in planted triples, b anywhere, so counts tell nothing."""
 SEGMENTS, INTERESTS, ADVERTISERS = 64, 4, 8
-SIGN_CHANCE = 0.7
+SIGN_CHANCE = 0.75
 """P(sign = +1): uneven, so that lower orders of the cross show first and gradient descent finds the way to order 4"""
+GAP_SIGMA = 1.5
+"""standard deviation of the log of a gap between events"""
 WEEK = 7 * 86_400
 SPAN = 5 * WEEK
 """seconds of history; impressions happen in the last WEEK"""
@@ -84,10 +86,13 @@ def _sticky_categories(user, offsets, interests, categories: int, rng) -> np.nda
 
 
 def _event_times(lengths, offsets, rng) -> np.ndarray:
-    """Log-normal gaps, scaled so that every user's history fills the span; int64 seconds in [0, SPAN)."""
-    gaps = running_sum(rng.lognormal(0, 1, offsets[-1]))
+    """Log-normal gaps, scaled so that every user's history fills the span; int64 seconds in [0, SPAN).
+
+    Bursts keep most neighbours close in time: the order of a motif shows in the sequence more than in the clock.
+    """
+    gaps = running_sum(rng.lognormal(0, GAP_SIGMA, offsets[-1]))
     first = gaps[offsets[:-1]]
-    total = gaps[offsets[1:]] - first + rng.lognormal(0, 1, len(lengths))
+    total = gaps[offsets[1:]] - first + rng.lognormal(0, GAP_SIGMA, len(lengths))
     since = gaps[1:] - np.repeat(first, lengths)
     return np.floor(SPAN * since / np.repeat(total, lengths)).astype(np.int64)
 

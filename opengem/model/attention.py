@@ -7,9 +7,11 @@ from a batch. Read `blocks.py` next.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 
 from opengem.config import ModelConfig, StreamConfig
@@ -21,33 +23,42 @@ from opengem.kernels.gdpa.op import gdpa
 from opengem.kernels.jfa import cost as jfa_cost
 from opengem.kernels.jfa.op import jagged_flash_attention
 from opengem.kernels.norm.op import layer_norm, rms_norm
-from opengem.kernels.rope.op import apply_rope
-from opengem.model.interaction import TokenMix
+from opengem.kernels.rope.op import apply_rope, rope_tables
+from opengem.model.interaction import TokenMix, mix_tokens
 
-Rotation = tuple[Tensor, Tensor]
+
+@dataclass(frozen=True)
+class Rotation:
+    """Rotary angles as float32 cos and sin `[rows, head_dim / 2]`: a row for each position in a sample
+    (`by_position`), or a row for each event of the batch."""
+
+    cos: Tensor
+    sin: Tensor
+    by_position: bool
 
 
 def rotation(history: Jagged, log_gap: Tensor, head_dim: int, *, positions: bool, time: bool) -> Rotation | None:
-    """(cos, sin), float32 `[T, head_dim / 2]`: the angles of every event, or None where neither is wanted.
+    """The angles of every event, or None where neither positions nor time are wanted.
 
     angle_i = position * theta_i + log_gap * phi_i: position counts from 0 at the sample's oldest event, `log_gap`
     float32 `[T]` is log(1 + seconds before the request / time scale) (ROTE of Kunlun, arXiv 2602.10016).
     """
-    if not (positions or time):
-        return None
-    share = torch.arange(head_dim // 2, device=log_gap.device, dtype=torch.float32) / max(1, head_dim // 2)
-    angle = torch.zeros(log_gap.shape[0], head_dim // 2, device=log_gap.device)
+    if not time:
+        tables = rope_tables(history.max_length, head_dim, device=log_gap.device) if positions else None
+        return Rotation(*tables, by_position=True) if positions else None
+    share = torch.arange(0, head_dim, 2, device=log_gap.device, dtype=torch.float32) / head_dim
+    angle = log_gap[:, None] * math.pi * 16.0**-share
     if positions:
         angle = angle + history.positions[:, None].float() * 10_000.0**-share
-    if time:
-        angle = angle + log_gap[:, None] * math.pi * 16.0**-share
-    return angle.cos(), angle.sin()
+    return Rotation(angle.cos(), angle.sin(), by_position=False)
 
 
 def rotate(x: Tensor, history: Jagged, angles: Rotation) -> Tensor:
-    """Rotate the rows of x `[T, H, D]`, each by its own angles (the kernel sees one long sample)."""
+    """Rotate the rows of x `[T, H, D]`. Angles of every event are positions in one sample as long as the batch."""
+    if angles.by_position:
+        return apply_rope(x, history.offsets, angles.cos, angles.sin, max_length=history.max_length)
     whole = torch.stack([history.offsets[0], history.offsets[-1]])
-    return apply_rope(x, whole, *angles, max_length=x.shape[0])
+    return apply_rope(x, whole, angles.cos, angles.sin, max_length=x.shape[0])
 
 
 class SelfAttention(nn.Module):
@@ -61,12 +72,15 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Jagged, angles: Rotation | None) -> Jagged:
         qkv = self.qkv(layer_norm(x.values)).unflatten(1, (3, self.heads, self.dim // self.heads))
-        q, k, v = qkv.unbind(1)
+        out = self.attend(*qkv.unbind(1), x, angles)
+        return x.with_values(x.values + self.out(out.flatten(1)))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, x: Jagged, angles: Rotation | None) -> Tensor:
+        if self.kind == "block" and angles is not None and angles.by_position:
+            rope = (angles.cos, angles.sin)
+            return block_attention(q, k, v, x.offsets, max_length=x.max_length, block=self.window, rope=rope)
         if angles is not None:
             q, k = rotate(q, x, angles), rotate(k, x, angles)
-        return x.with_values(x.values + self.out(self.attend(q, k, v, x).flatten(1)))
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, x: Jagged) -> Tensor:
         if self.kind == "block":
             return block_attention(q, k, v, x.offsets, max_length=x.max_length, block=self.window)
         window = (self.window, self.window) if self.kind == "window" else None
@@ -134,10 +148,9 @@ class SumKron(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rank, tokens_in, tokens_out = self.tokens.shape
-        mixed = self.tokens.permute(0, 2, 1).reshape(rank * tokens_out, tokens_in)
-        mixed = torch.nn.functional.linear(x.transpose(1, 2), mixed)  # [B, dim_in, rank * tokens_out]
-        mixed = mixed.unflatten(2, (rank, tokens_out)).permute(0, 3, 2, 1).flatten(2)  # [B, tokens_out, rank * dim_in]
-        return torch.nn.functional.linear(mixed, self.channels.flatten(0, 1).T)
+        both = self.tokens.permute(2, 0, 1).reshape(tokens_out * rank, tokens_in)
+        mixed = mix_tokens(both, x).unflatten(1, (tokens_out, rank)).flatten(2)  # [B, tokens_out, rank * dim_in]
+        return F.linear(mixed, self.channels.flatten(0, 1).T)
 
     def flops(self, rows: int) -> int:
         rank, tokens_in, tokens_out = self.tokens.shape

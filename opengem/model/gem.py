@@ -21,13 +21,13 @@ from torch import Tensor
 
 from opengem.config import ModelConfig, StreamConfig
 from opengem.data.batch import Batch, Embedded
-from opengem.data.schema import Feature, Schema, Stream
+from opengem.data.schema import Feature, Schema
 from opengem.errors import UserError
 from opengem.model.attention import rotation
 from opengem.model.blocks import HistorySummary, StreamLayer, StreamState
 from opengem.model.heads import Head
 from opengem.model.interaction import CrossLayerAttention, Experts, WeightGeneration
-from opengem.model.tokenizer import EventTokenizer, FeatureTokenizer, event_gaps
+from opengem.model.tokenizer import EventTokenizer, FeatureTokenizer
 
 
 def stream_config(config: ModelConfig, name: str) -> StreamConfig:
@@ -99,12 +99,9 @@ class GEM(nn.Module):
     def __init__(self, schema: Schema, features: list[Feature], config: ModelConfig, embedding_dim: int) -> None:
         super().__init__()
         self.config = config
-        self.sources: dict[str, Stream] = {s.name: s for s in schema.streams}
-        streams = {name: stream_config(config, name) for name in self.sources}
-        self.stream_configs = streams
+        streams = self.stream_configs = {s.name: stream_config(config, s.name) for s in schema.streams}
         self.events = nn.ModuleDict({
-            name: EventTokenizer(self.sources[name], features, config, embedding_dim, s.dim)
-            for name, s in streams.items()
+            s.name: EventTokenizer(s, features, config, embedding_dim, streams[s.name].dim) for s in schema.streams
         })
         counts = sum(tokenizer.num_counts for tokenizer in self.events.values())
         self.features = FeatureTokenizer(features, counts, config, embedding_dim)
@@ -131,13 +128,12 @@ class GEM(nn.Module):
     def tokenize_events(self, batch: Batch, embedded: Embedded) -> tuple[dict[str, StreamState], list[Tensor]]:
         states, counts = {}, []
         for name, tokenizer in self.events.items():
-            config = self.stream_configs[name]
-            history, gap = event_gaps(batch, self.sources[name])
-            match = tokenizer.match_bits(batch, history)
-            counts.append(tokenizer.counts(history, gap, match))
-            angles = rotation(history, torch.log1p(gap / self.config.time_scale_s), config.dim // config.heads,
-                              positions=self.config.rope, time=self.config.time_encoding)
-            states[name] = StreamState(tokenizer(batch, embedded, history, gap, match), angles)
+            config, view = self.stream_configs[name], tokenizer.view(batch)
+            counts.append(tokenizer.counts(view))
+            log_gap = torch.log1p(view.gap / self.config.time_scale_s)
+            angles = rotation(view.history, log_gap, config.dim // config.heads, positions=self.config.rope,
+                              time=self.config.time_encoding)
+            states[name] = StreamState(tokenizer(batch, embedded, view), angles)
         return states, counts
 
     def num_parameters(self) -> int:

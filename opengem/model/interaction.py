@@ -19,13 +19,18 @@ class TokenMix(nn.Module):
 
     def __init__(self, tokens_in: int, tokens_out: int) -> None:
         super().__init__()
-        self.map = nn.Linear(tokens_in, tokens_out, bias=False)
+        self.weight = nn.Parameter(torch.empty(tokens_out, tokens_in).uniform_(-1, 1) * tokens_in**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.map(x.transpose(1, 2)).transpose(1, 2)
+        return mix_tokens(self.weight, x)
 
     def flops(self, rows: int, dim: int) -> int:
-        return 2 * rows * dim * self.map.weight.numel()
+        return 2 * rows * dim * self.weight.numel()
+
+
+def mix_tokens(weight: Tensor, x: Tensor) -> Tensor:
+    """`weight @ x[b]` for each sample: `[m, n]`, `[B, n, d]` to `[B, m, d]`, without transposing x in memory."""
+    return torch.bmm(weight.expand(x.shape[0], -1, -1), x)
 
 
 class Gate(nn.Module):
@@ -57,7 +62,7 @@ class WeightGeneration(nn.Module):
         return self.gate(summary)
 
     def flops(self, rows: int) -> int:
-        tokens, dim = rows * self.compress.map.out_features, self.inner.in_features
+        tokens, dim = rows * self.compress.weight.shape[0], self.inner.in_features
         return self.compress.flops(rows, dim) + 4 * tokens * dim * dim + self.gate.flops(tokens)
 
 
@@ -90,7 +95,7 @@ class WukongExpert(nn.Module):
     def flops(self, rows: int) -> int:
         total = self.linear.flops(rows, self.dim)
         if self.fm_tokens:
-            rank = self.project.map.out_features
+            rank = self.project.weight.shape[0]
             total += self.project.flops(rows, self.dim) + 2 * rows * self.tokens * self.dim * rank
             total += 2 * rows * (self.inner.weight.numel() + self.outer.weight.numel())
         return total + (self.shortcut.flops(rows, self.dim) if isinstance(self.shortcut, TokenMix) else 0)

@@ -8,6 +8,8 @@ Read `attention.py` and `interaction.py` next.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ from opengem.data.batch import Batch, Embedded
 from opengem.data.schema import Feature, Stream
 from opengem.jagged import Jagged
 from opengem.kernels.jagged_ops.op import gather_rows
+from opengem.model.interaction import TokenMix
 
 DAY = 86_400.0
 DECAYS_DAYS = (1.0, 7.0, 28.0, 112.0)  # half-lives of the match counts besides the plain count
@@ -85,6 +88,17 @@ class NumberEncoding(nn.Module):
         return 2 * rows * self.curve.numel()
 
 
+@dataclass(frozen=True)
+class EventView:
+    """The visible events of one stream: timestamps with their offsets, the sample of each event (int64 `[T]`), seconds
+    from event to request (float32 `[T]`), and 1 where the event has the candidate's id (float32 `[T, pairs]`)."""
+
+    history: Jagged
+    row: Tensor
+    gap: Tensor
+    match: Tensor
+
+
 class EventTokenizer(nn.Module):
     """Events of one stream to tokens: Jagged `[T, dim]`, T the visible events of all samples."""
 
@@ -102,51 +116,49 @@ class EventTokenizer(nn.Module):
         self.inner = nn.Linear(width, dim)
         self.outer = nn.Linear(dim, dim)
 
-    def forward(self, batch: Batch, embedded: Embedded, history: Jagged, gap: Tensor, match: Tensor) -> Jagged:
-        """gap: float32 `[T]`, seconds before the request; match: float32 `[T, pairs]` from `match_bits`."""
-        name = self.stream.name
-        parts = [embedded.sequences[f"{name}.{a.name}"].values for a in self.ids]
-        parts += [unpack_bits(batch.sequences[f"{name}.{a.name}"].values, a.rows) for a in self.bits]
-        parts += [self.numbers(batch, history, gap), match, self.similarity(embedded, history)]
+    def view(self, batch: Batch) -> EventView:
+        """The stream's visible events as this tokenizer needs them."""
+        history = batch.sequences[f"{self.stream.name}.timestamp"]
+        row = history.row_to_sample
+        gap = (batch.timestamps[row] - history.values).clamp(min=0).float()
+        hits = [self.column(batch, a).eq(batch.features[f.name][row]).float() for a, f in self.pairs]
+        return EventView(history, row, gap, torch.stack(hits, 1) if hits else gap.new_zeros(gap.shape[0], 0))
+
+    def column(self, source: Batch | Embedded, attribute: Feature) -> Tensor:
+        return source.sequences[f"{self.stream.name}.{attribute.name}"].values
+
+    def forward(self, batch: Batch, embedded: Embedded, view: EventView) -> Jagged:
+        parts = [self.column(embedded, a) for a in self.ids]
+        parts += [unpack_bits(self.column(batch, a), a.rows) for a in self.bits]
+        parts += [self.numbers(batch, view), view.match, self.similarity(embedded, view)]
         dtype = compute_dtype(self.inner.weight)
-        return history.with_values(self.outer(F.gelu(self.inner(torch.cat([part.to(dtype) for part in parts], 1)))))
+        tokens = self.outer(F.gelu(self.inner(torch.cat([part.to(dtype) for part in parts], 1))))
+        return view.history.with_values(tokens)
 
-    def numbers(self, batch: Batch, history: Jagged, gap: Tensor) -> Tensor:
+    def numbers(self, batch: Batch, view: EventView) -> Tensor:
         """float32 `[T, numbers * knots]`: dense attributes, days to the request, days since the event before."""
-        previous = (gap.roll(1) - gap).where(history.positions > 0, torch.zeros_like(gap))
-        dense = [batch.sequences[f"{self.stream.name}.{a.name}"].values for a in self.dense]
-        return hats(place(torch.stack([*dense, gap / DAY, previous / DAY], 1)), self.STEP).flatten(1)
+        first = view.history.positions == 0
+        previous = (view.gap.roll(1) - view.gap).masked_fill(first, 0)
+        numbers = [*[self.column(batch, a) for a in self.dense], view.gap / DAY, previous / DAY]
+        return hats(place(torch.stack(numbers, 1)), self.STEP).flatten(1)
 
-    def similarity(self, embedded: Embedded, history: Jagged) -> Tensor:
-        """float32 `[T, pairs]`: product of the event's and the candidate's embedding (soft match)."""
-        row = history.row_to_sample
-        columns = [
-            (embedded.sequences[f"{self.stream.name}.{a.name}"].values * gather_rows(embedded.features[f.name], row))
-            .sum(1)
-            for a, f in self.pairs
+    def similarity(self, embedded: Embedded, view: EventView) -> Tensor:
+        """float32 `[T, pairs]`: inner product of the event's and the candidate's embedding, a soft match."""
+        products = [
+            (self.column(embedded, a) * gather_rows(embedded.features[f.name], view.row)).sum(1) for a, f in self.pairs
         ]
-        return torch.stack(columns, 1) if columns else history.values.new_zeros(history.values.shape[0], 0).float()
-
-    def match_bits(self, batch: Batch, history: Jagged) -> Tensor:
-        """float32 `[T, pairs]`: 1 where the event has the candidate's id."""
-        row = history.row_to_sample
-        columns = [
-            batch.sequences[f"{self.stream.name}.{a.name}"].values == batch.features[f.name][row]
-            for a, f in self.pairs
-        ]
-        if not columns:
-            return torch.zeros(row.shape[0], 0, device=row.device)
-        return torch.stack(columns, 1).float()
+        return torch.stack(products, 1) if products else view.match
 
     @torch.no_grad()
-    def counts(self, history: Jagged, gap: Tensor, match: Tensor) -> Tensor:
-        """float32 `[B, num_counts]`: log(1 + events), then log(1 + matches) for each pair, plain and decayed."""
-        days = gap / DAY
+    def counts(self, view: EventView) -> Tensor:
+        """float32 `[B, num_counts]`: log(1 + events), then log(1 + matches) of each pair, plain and decayed."""
+        days = view.gap / DAY
         weights = torch.stack([torch.ones_like(days), *[torch.exp2(-days / half) for half in DECAYS_DAYS]], 1)
-        terms = (match[:, :, None] * weights[:, None, :]).flatten(1)  # [T, pairs * decays]
+        terms = (view.match[:, :, None] * weights[:, None, :]).flatten(1)  # [T, pairs * decays]
         running = F.pad((terms * _FIXED_POINT).round().long().cumsum(0), (0, 0, 1, 0))
-        sums = (running[history.offsets[1:]] - running[history.offsets[:-1]]).double() / _FIXED_POINT
-        return torch.log1p(torch.cat([history.lengths[:, None].double(), sums], 1)).float()
+        first, last = view.history.offsets[:-1], view.history.offsets[1:]
+        sums = (running[last] - running[first]).double() / _FIXED_POINT
+        return torch.log1p(torch.cat([(last - first)[:, None].double(), sums], 1)).float()
 
     @property
     def num_counts(self) -> int:
@@ -176,7 +188,7 @@ class FeatureTokenizer(nn.Module):
         self.count = len(self.ids) + len(self.dense) + num_counts + len(self.bits)
         self.identity = nn.Parameter(torch.randn(self.count, config.dim) * 0.1)
         self.lift = nn.Linear(embedding_dim, config.dim, bias=False)
-        self.mix = nn.Linear(self.count, config.num_feature_tokens - 1, bias=False)
+        self.mix = TokenMix(self.count, config.num_feature_tokens - 1)
         self.inner = nn.Linear(self.count * embedding_dim, config.expert_hidden)
         self.outer = nn.Linear(config.expert_hidden, config.dim)
         self.candidate = nn.Linear(max(1, len(self.item)) * embedding_dim, config.dim)
@@ -185,7 +197,7 @@ class FeatureTokenizer(nn.Module):
         """(tokens `[B, num_feature_tokens, dim]`, candidate `[B, dim]`)."""
         vectors = self.vectors(batch, embedded, counts)  # [B, count, embedding_dim]
         lifted = self.lift(vectors) + self.identity.to(vectors.dtype)
-        mixed = self.mix(lifted.transpose(1, 2)).transpose(1, 2)
+        mixed = self.mix(lifted)
         deep = self.outer(F.gelu(self.inner(vectors.flatten(1))))
         item = vectors[:, self.item] if self.item else vectors.mean(1, keepdim=True)
         return torch.cat([mixed, deep[:, None]], 1), self.candidate(item.flatten(1))
@@ -202,12 +214,5 @@ class FeatureTokenizer(nn.Module):
 
     def flops(self, rows: int) -> int:
         lift = self.count * self.lift.weight.numel()
-        mix = self.mix.weight.numel() * self.lift.out_features
         dense = sum(layer.weight.numel() for layer in (self.inner, self.outer, self.candidate, *self.bit_vectors))
-        return 2 * rows * (lift + mix + dense) + self.numbers.flops(rows)
-
-
-def event_gaps(batch: Batch, stream: Stream) -> tuple[Jagged, Tensor]:
-    """The timestamps of a stream and, float32 `[T]`, how many seconds each event lies before the request."""
-    times = batch.sequences[f"{stream.name}.timestamp"]
-    return times, (batch.timestamps[times.row_to_sample] - times.values).clamp(min=0).float()
+        return 2 * rows * (lift + dense) + self.mix.flops(rows, self.lift.out_features) + self.numbers.flops(rows)

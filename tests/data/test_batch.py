@@ -38,6 +38,13 @@ def test_features_of_different_batch_sizes_are_refused():
         batch(labels={"click": torch.zeros(4)})
 
 
+def test_offsets_one_short_do_not_drop_a_row():
+    """Eight offsets describe seven samples: a batch of eight must refuse them, not lose its last row."""
+    short = Jagged(torch.arange(7), torch.arange(8), 1)
+    with pytest.raises(UserError, match="'tags' has 7 samples, the others have 8"):
+        batch(8, features={"tags": short})
+
+
 def test_an_empty_batch():
     empty = batch(0).to("cpu")
     assert empty.batch_size == 0 and empty.sequences["view.item"].batch_size == 0

@@ -273,8 +273,7 @@ def test_weights_and_boolean_labels(shop):
 
 BAD_FILES = {
     "label": ("impressions.csv", "red,1,1", "red,3,1", ["impressions.csv, row 2", "'clicked'", "label 3.0 is outside"]),
-    "label_text": ("impressions.csv", "red,1,1", "red,yes,1", ["impressions.csv", "'clicked'", "wanted numbers"]),
-    "label_missing": ("impressions.csv", "red,1,1", "red,,1", ["row 2", "'clicked' is missing"]),
+    "label_text": ("impressions.csv", "red,1,1", "red,yes,1", ["impressions.csv", "'clicked'", "invalid value 'yes'"]),
     "dense_missing": ("impressions.csv", "12:00:00,12", "12:00:00,", ["row 2", "'hour' is missing", '"fill"']),
     "dense_nan": ("impressions.csv", "12:00:00,12", "12:00:00,inf", ["row 2", "'hour'", "inf is not a finite"]),
     "time": ("views.csv", "2024-01-02 10:00:00", "soon", ["views.csv", "'seen_at'", "wanted a time"]),
@@ -364,3 +363,70 @@ def test_a_folder_in_use_is_refused(shop):
         build(out, spec=shop / "shop.json")
     build(out, spec=shop / "shop.json", overwrite=True)
     assert Samples.open(out, Schema.load(out)).num_rows == 4
+
+
+# ---- a log that is both history and samples ------------------------------------------------------------------
+
+SHORT_VIDEO = """user_id,video_id,time_ms,is_click,is_like,long_view,play_time_ms
+0,3784,1650000100000,1,0,1,9000
+0,-17,1650000000000,0,0,0,0
+1,3784,1650000050000,1,1,1,12000
+0,3784,1650100000000,1,1,0,4000
+"""
+
+
+def test_the_documented_log_of_events_and_samples(tmp_path):
+    """An unsorted log in milliseconds with several 0/1 signals an event."""
+    (tmp_path / "log_1.csv").write_text(SHORT_VIDEO)
+    (tmp_path / "spec.json").write_text(FILES["kuairand.json"])
+    build(tmp_path / "out", spec=tmp_path / "spec.json")
+    schema = Schema.load(tmp_path / "out")
+    assert schema.stream("watch").attributes[1].rows == 3
+    (train,) = Loader(tmp_path / "out", schema, DataConfig(), max_lengths={"watch": 9}, split="train", batch_size=9)
+    (test,) = Loader(tmp_path / "out", schema, DataConfig(), max_lengths={"watch": 9}, split="test", batch_size=9)
+    assert train.features["video"].tolist() == [2, 1, 1]
+    assert train.sequences["watch.video"].lengths.tolist() == [0, 0, 1]
+    assert test.sequences["watch.video"].values.tolist() == [2, 1]
+    assert test.sequences["watch.signals"].values.tolist() == [0, 0b101]
+    assert test.labels["like"].tolist() == [1]
+
+
+def test_numbers_of_a_csv_are_not_guessed_from_its_first_lines(tmp_path, monkeypatch):
+    """A column that starts with whole numbers and ids that look like numbers are read as the description says."""
+    monkeypatch.setattr(source, "CSV_BYTES", 64)
+    lines = [f"{i % 3},{i},{i},{i % 2}" for i in range(50)] + ["0,50,0.5,1", "0,51,07,0"]
+    (tmp_path / "s.csv").write_text("user,timestamp,x,y\n" + "\n".join(lines) + "\n")
+    spec = {
+        "samples": {
+            "files": "s.csv",
+            "features": {"x": {"kind": "dense"}, "code": {"column": "x"}, "y_id": {"column": "y", "rows": 2}},
+            "labels": {"y": {}},
+        },
+        "splits": {"train": [None, None]},
+    }
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    build(tmp_path / "out", spec=tmp_path / "spec.json")
+    got = Samples.open(tmp_path / "out", Schema.load(tmp_path / "out")).read(49, 52)
+    assert got["x"].tolist() == [49, 0.5, 7] and got["y"].tolist() == got["y_id"].tolist() == [1, 1, 0]
+    words = pq.read_table(tmp_path / "out/vocabulary/code.parquet")["value"].to_pylist()
+    assert [words[i - 1] for i in got["code"]] == ["49", "0.5", "07"]
+
+
+@pytest.mark.parametrize("flag", ["2", "-1"])
+def test_a_flag_is_zero_or_one(shop, flag):
+    edit(shop, "views.csv", "ann,A7,3.5", f"ann,A7,{flag}")
+    edit(shop, "views.csv", "9.9", "1")
+    changes = {"events.view.attributes.price": {"kind": "bits", "columns": ["price", "price"]}}
+    assert f"views.csv, row 0: column 'price': flag {flag} must be 0 or 1" in fault(shop, **changes)
+
+
+def test_a_missing_label_is_unknown(shop):
+    """An empty field is null in the data set and counts nowhere; it is not 0."""
+    text = (shop / "impressions.csv").read_text().splitlines()
+    place = text[0].split(",").index("bought")
+    fields = text[1].split(",")
+    fields[place] = ""
+    edit(shop, "impressions.csv", text[1], ",".join(fields))
+    build(shop / "out", spec=shop / "shop.json")
+    labels = pq.read_table(shop / "out/samples")["convert"]
+    assert [value is None for value in labels.to_pylist()] == [True] + [False] * (len(labels) - 1)

@@ -3,9 +3,8 @@
 A 64x64 tile is bound by memory (32 FLOP a byte), so the kernels are plain: read q, k, v once, write once, several CTAs
 an SM to hide latency. A tile holds whole softmax rows: no running maximum, no log-sum-exp in memory, and the backward's
 delta is a row sum of registers. With RoPE, q and k are rotated after the load and their fp32 gradients before the
-store. The two halves of a pair stay apart all the way (two products over D/2 instead of one over D), which makes both
-pairings cheap; angles are loaded again for each gradient, so that they do not hold registers. Tiling as in
-`reference.tiles`.
+store. Inside the kernel the members of a pair lie side by side whichever the convention, which the scores do not mind
+and which makes taking x
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ CONFIGS = {
     ("forward", 64, False): {"num_warps": 4},
     ("forward", 128, False): {"num_warps": 4},
     ("forward", 64, True): {"num_warps": 4},
-    ("forward", 128, True): {"num_warps": 8, "maxnreg": 128},
+    ("forward", 128, True): {"num_warps": 4, "maxnreg": 168},
     ("backward", 64, False): {"num_warps": 4},
     ("backward", 128, False): {"num_warps": 8},
     ("backward", 64, True): {"num_warps": 8, "maxnreg": 128},
@@ -51,62 +50,78 @@ def _locate(offsets, batch, tile, rows, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _load_pair(base, row, stride, live, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Both members of every pair, each `[BLOCK, HALF]`."""
-    BLOCK: tl.constexpr = row.shape[0]
-    if INTERLEAVED:
-        column = tl.arange(0, 2 * HALF)
-        whole = tl.load(base + row[:, None] * stride + column[None, :], mask=live[:, None], other=0.0)
-        first, second = tl.split(tl.reshape(whole, [BLOCK, HALF, 2]))
-    else:
-        column = tl.arange(0, HALF)
-        pointer = base + row[:, None] * stride + column[None, :]
-        first = tl.load(pointer, mask=live[:, None], other=0.0)
-        second = tl.load(pointer + HALF, mask=live[:, None], other=0.0)
-    return first, second
+def _load(base, row, stride, live, HALF: tl.constexpr):
+    """Rows of `[.., 2 * HALF]`, zeros where not live."""
+    pointer = base + row[:, None] * stride + tl.arange(0, 2 * HALF)[None, :]
+    return tl.load(pointer, mask=live[:, None], other=0.0)
 
 
 @triton.jit
-def _store_pair(base, row, stride, mask, first, second, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    BLOCK: tl.constexpr = row.shape[0]
-    kind = base.dtype.element_ty
+def _store(base, row, stride, mask, values, HALF: tl.constexpr):
+    pointer = base + row[:, None] * stride + tl.arange(0, 2 * HALF)[None, :]
+    tl.store(pointer, values.to(base.dtype.element_ty), mask=mask[:, None])
+
+
+@triton.jit
+def _split(values, HALF: tl.constexpr):
+    """Even and odd columns."""
+    return tl.split(tl.reshape(values, [values.shape[0], HALF, 2]))
+
+
+@triton.jit
+def _join(even, odd, HALF: tl.constexpr):
+    return tl.reshape(tl.join(even, odd), [even.shape[0], 2 * HALF])
+
+
+@triton.jit
+def _load_rotated(base, row, stride, live, cos, sin, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Rotated rows with the members of a pair side by side, whichever the convention: scores do not mind the order."""
     if INTERLEAVED:
-        whole = tl.reshape(tl.join(first.to(kind), second.to(kind)), [BLOCK, 2 * HALF])
-        tl.store(base + row[:, None] * stride + tl.arange(0, 2 * HALF)[None, :], whole, mask=mask[:, None])
+        first, second = _split(_load(base, row, stride, live, HALF), HALF)
     else:
         pointer = base + row[:, None] * stride + tl.arange(0, HALF)[None, :]
-        tl.store(pointer, first.to(kind), mask=mask[:, None])
-        tl.store(pointer + HALF, second.to(kind), mask=mask[:, None])
+        first = tl.load(pointer, mask=live[:, None], other=0.0)
+        second = tl.load(pointer + HALF, mask=live[:, None], other=0.0)
+    kind = first.dtype
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    return _join((first * cos - second * sin).to(kind), (second * cos + first * sin).to(kind), HALF)
 
 
 @triton.jit
-def _rotate(first, second, cos, sin):
-    first32, second32 = first.to(tl.float32), second.to(tl.float32)
-    turned, quarter = first32 * cos - second32 * sin, second32 * cos + first32 * sin
-    return turned.to(first.dtype), quarter.to(second.dtype)
+def _store_rotated_back(base, row, stride, mask, values, cos, sin, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Undo `_load_rotated` on a gradient and store it."""
+    kind = base.dtype.element_ty
+    first, second = _split(values, HALF)
+    first, second = (first * cos + second * sin).to(kind), (second * cos - first * sin).to(kind)
+    if INTERLEAVED:
+        _store(base, row, stride, mask, _join(first, second, HALF), HALF)
+    else:
+        pointer = base + row[:, None] * stride + tl.arange(0, HALF)[None, :]
+        tl.store(pointer, first, mask=mask[:, None])
+        tl.store(pointer + HALF, second, mask=mask[:, None])
 
 
 @triton.jit
-def _angles(cos, sin, position, positions, live, HALF: tl.constexpr):
-    column = tl.arange(0, HALF)
-    pointer = position[:, None] * HALF + column[None, :]
-    mask = live[:, None] & (position < positions)[:, None]
-    missing = tl.where(live, float("nan"), 0.0)[:, None]
-    return tl.load(cos + pointer, mask=mask, other=missing), tl.load(sin + pointer, mask=mask, other=0.0)
+def _angles(cos, sin, position, positions, HALF: tl.constexpr, KEEP: tl.constexpr):
+    """cos and sin rows of a tile; the last table row stands for positions past it, which only dead rows have.
+
+    They are loaded for each use, which comes from L1: held in registers they would halve the CTAs an SM. KEEP: further
+    uses follow, and must not be merged with this one.
+    """
+    pointer = tl.minimum(position, positions - 1)[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    policy: tl.constexpr = "evict_last" if KEEP else ""
+    return tl.load(cos + pointer, eviction_policy=policy), tl.load(sin + pointer, eviction_policy=policy)
 
 
 @triton.jit
-def _zero(base, row, stride, mask, WIDTH: tl.constexpr):
-    pointer = base + row[:, None] * stride + tl.arange(0, WIDTH)[None, :]
-    tl.store(pointer, tl.zeros([row.shape[0], WIDTH], base.dtype.element_ty), mask=mask[:, None])
+def _zero(base, row, stride, mask, HALF: tl.constexpr):
+    _store(base, row, stride, mask, tl.zeros([row.shape[0], 2 * HALF], tl.float32), HALF)
 
 
 @triton.jit
-def _probabilities(q1, q2, k1, k2, live, scale_log2):
+def _probabilities(q, k, live, scale_log2):
     """Softmax over the live keys of a tile, fp32, not yet divided by its row sum; and that sum."""
-    scores = tl.dot(q1, tl.trans(k1))
-    scores = tl.dot(q2, tl.trans(k2), scores)
-    scores = tl.where(live[None, :], scores * scale_log2, -float("inf"))
+    scores = tl.where(live[None, :], tl.dot(q, tl.trans(k)) * scale_log2, -float("inf"))
     p = tl.exp2(scores - tl.max(scores, 1)[:, None])
     return p, tl.sum(p, 1)
 
@@ -124,21 +139,21 @@ def _forward(q, k, v, out, offsets, cos, sin, rows, batch, positions, heads, sca
     written = row < limit
     if first >= end:
         if first < limit:
-            _zero(out + head * out_head, row, out_row, written, 2 * HALF)
+            _zero(out + head * out_head, row, out_row, written, HALF)
         return
-    position = start + tl.arange(0, BLOCK)
-    column = tl.arange(0, 2 * HALF)
-    q1, q2 = _load_pair(q + head * q_head, row, q_row, live, HALF, INTERLEAVED)
-    k1, k2 = _load_pair(k + head * k_head, row, k_row, live, HALF, INTERLEAVED)
-    values = tl.load(v + head * v_head + row[:, None] * v_row + column[None, :], mask=live[:, None], other=0.0)
     if ROPE:
-        c, s = _angles(cos, sin, position, positions, live, HALF)
-        q1, q2 = _rotate(q1, q2, c, s)
-        k1, k2 = _rotate(k1, k2, c, s)
-    p, total = _probabilities(q1, q2, k1, k2, live, scale * LOG2E)
+        position = start + tl.arange(0, BLOCK)
+        c, s = _angles(cos, sin, position, positions, HALF, True)
+        queries = _load_rotated(q + head * q_head, row, q_row, live, c, s, HALF, INTERLEAVED)
+        c, s = _angles(cos, sin, position, positions, HALF, False)
+        keys = _load_rotated(k + head * k_head, row, k_row, live, c, s, HALF, INTERLEAVED)
+    else:
+        queries = _load(q + head * q_head, row, q_row, live, HALF)
+        keys = _load(k + head * k_head, row, k_row, live, HALF)
+    values = _load(v + head * v_head, row, v_row, live, HALF)
+    p, total = _probabilities(queries, keys, live, scale * LOG2E)
     o = tl.dot(p.to(values.dtype), values) / total[:, None]
-    o = tl.where(live[:, None], o, 0.0).to(out.dtype.element_ty)
-    tl.store(out + head * out_head + row[:, None] * out_row + column[None, :], o, mask=written[:, None])
+    _store(out + head * out_head, row, out_row, written, tl.where(live[:, None], o, 0.0), HALF)
 
 
 @triton.jit(do_not_specialize=["rows", "batch", "positions"])
@@ -154,38 +169,38 @@ def _backward(grad, q, k, v, grad_q, grad_k, grad_v, offsets, cos, sin, rows, ba
     written = row < limit
     if first >= end:
         if first < limit:
-            _zero(grad_q + head * out_head, row, out_row, written, 2 * HALF)
-            _zero(grad_k + head * out_head, row, out_row, written, 2 * HALF)
-            _zero(grad_v + head * out_head, row, out_row, written, 2 * HALF)
+            _zero(grad_q + head * out_head, row, out_row, written, HALF)
+            _zero(grad_k + head * out_head, row, out_row, written, HALF)
+            _zero(grad_v + head * out_head, row, out_row, written, HALF)
         return
     position = start + tl.arange(0, BLOCK)
-    column = tl.arange(0, 2 * HALF)[None, :]
-    q1, q2 = _load_pair(q + head * q_head, row, q_row, live, HALF, INTERLEAVED)
-    k1, k2 = _load_pair(k + head * k_head, row, k_row, live, HALF, INTERLEAVED)
-    g = tl.load(grad + head * grad_head + row[:, None] * grad_row + column, mask=live[:, None], other=0.0)
-    values = tl.load(v + head * v_head + row[:, None] * v_row + column, mask=live[:, None], other=0.0)
     if ROPE:
-        c, s = _angles(cos, sin, position, positions, live, HALF)
-        q1, q2 = _rotate(q1, q2, c, s)
-        k1, k2 = _rotate(k1, k2, c, s)
-    p, total = _probabilities(q1, q2, k1, k2, live, scale * LOG2E)
+        c, s = _angles(cos, sin, position, positions, HALF, True)
+        queries = _load_rotated(q + head * q_head, row, q_row, live, c, s, HALF, INTERLEAVED)
+        c, s = _angles(cos, sin, position, positions, HALF, False)
+        keys = _load_rotated(k + head * k_head, row, k_row, live, c, s, HALF, INTERLEAVED)
+    else:
+        queries = _load(q + head * q_head, row, q_row, live, HALF)
+        keys = _load(k + head * k_head, row, k_row, live, HALF)
+    g = _load(grad + head * grad_head, row, grad_row, live, HALF)
+    values = _load(v + head * v_head, row, v_row, live, HALF)
+    p, total = _probabilities(queries, keys, live, scale * LOG2E)
     p = p / total[:, None]
-    dv = tl.dot(tl.trans(p.to(g.dtype)), g)
-    tl.store(grad_v + head * out_head + row[:, None] * out_row + column, dv.to(grad_v.dtype.element_ty),
-             mask=written[:, None])
+    _store(grad_v + head * out_head, row, out_row, written, tl.dot(tl.trans(p.to(g.dtype)), g), HALF)
     dp = tl.dot(g, tl.trans(values))
-    ds = (p * (dp - tl.sum(p * dp, 1)[:, None]) * scale).to(q1.dtype)
-    dq1, dq2 = tl.dot(ds, k1), tl.dot(ds, k2)
+    ds = (p * (dp - tl.sum(p * dp, 1)[:, None]) * scale).to(queries.dtype)
+    dq = tl.dot(ds, keys)
     if ROPE:
-        c, s = _angles(cos, sin, position, positions, live, HALF)
-        dq1, dq2 = _rotate(dq1, dq2, c, -s)
-    _store_pair(grad_q + head * out_head, row, out_row, written, dq1, dq2, HALF, INTERLEAVED)
-    ds = tl.trans(ds)
-    dk1, dk2 = tl.dot(ds, q1), tl.dot(ds, q2)
+        c, s = _angles(cos, sin, position, positions, HALF, False)
+        _store_rotated_back(grad_q + head * out_head, row, out_row, written, dq, c, s, HALF, INTERLEAVED)
+    else:
+        _store(grad_q + head * out_head, row, out_row, written, dq, HALF)
+    dk = tl.dot(tl.trans(ds), queries)
     if ROPE:
-        c, s = _angles(cos, sin, position, positions, live, HALF)
-        dk1, dk2 = _rotate(dk1, dk2, c, -s)
-    _store_pair(grad_k + head * out_head, row, out_row, written, dk1, dk2, HALF, INTERLEAVED)
+        c, s = _angles(cos, sin, position, positions, HALF, False)
+        _store_rotated_back(grad_k + head * out_head, row, out_row, written, dk, c, s, HALF, INTERLEAVED)
+    else:
+        _store(grad_k + head * out_head, row, out_row, written, dk, HALF)
 
 
 def _inner_contiguous(x: Tensor) -> Tensor:

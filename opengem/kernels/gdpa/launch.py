@@ -1,7 +1,8 @@
-"""Host side of the Triton kernels: tile sizes, grids and buffers. No value is read from the device."""
+"""Host side of the fast kernels: tile sizes, grids, buffers, descriptors. No value is read from the device."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,12 @@ DKDV = {32: (64, 128, 8, 3), 64: (64, 128, 8, 3), 128: (64, 128, 8, 2), 256: (32
 NARROW_FWD = {32: (128, 4, 3), 64: (64, 4, 3), 128: (64, 4, 3), 256: (64, 8, 2)}
 NARROW_BWD = {32: (64, 4, 3), 64: (64, 4, 3), 128: (64, 4, 2), 256: (64, 8, 2)}
 HEAD_DIMS = (32, 64, 96, 128, 256)
+
+GLUON_HEAD_DIMS = (64, 128)
+GLUON_KEYS = 128  # key rows of a tile
+GLUON_STAGES = 2  # of queries, of keys and of values; two tiles of keys can stay for a whole sample
+GLUON_DQ = (128, 2)  # key rows of a tile, stages
+GLUON_DKDV = (64, 3)  # query rows of a tile, stages
 
 
 class Plan(NamedTuple):
@@ -51,22 +58,24 @@ def deal(
     schedule = torch.empty(size, dtype=torch.int32, device=q.device)
     if plan.batch:
         own = 32
-        kernels.deal_tiles[(_cdiv(plan.batch, own), 2)](
-            q_offsets, kv_offsets, schedule, plan.batch, plan.q_bound, Q_TILE=Q_TILE, KV_TILE=plan.kv_tile,
-            SEEDS=plan.seeds, NARROW=plan.narrow, OWN=own,
+        kernels.deal_tiles[(_cdiv(plan.batch, own), 3)](
+            q_offsets, kv_offsets, schedule, plan.batch, plan.q_bound, plan.kv_bound, Q_TILE=Q_TILE,
+            KV_TILE=plan.kv_tile, SEEDS=plan.seeds, NARROW=plan.narrow, OWN=own,
         )
     return schedule
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, schedule: Tensor, max_q: int, max_kv: int,
-    activation: str, scale: float, shared_q: bool,
+    activation: str, scale: float, shared_q: bool, gluon: bool = False,
 ) -> Tensor:
-    """As `reference.forward`."""
+    """As `reference.forward`. `gluon`: the Hopper kernel where it fits (wide, own queries, D 64 or 128)."""
     plan = _plan(q, k, kv_offsets, max_q, max_kv, shared_q)
     rows = _out_rows(q, plan)
     if not plan.batch or not max_kv or not max_q:
         return q.new_zeros(rows, *q.shape[1:])
+    if gluon and _gluon_fits(q, k, plan):
+        return _gluon_forward(q, k, v, q_offsets, schedule, plan, max_kv, activation, scale)
     q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
     options = {"ACT": activation, "FAST": q.is_cuda, **plan.kernel_facts}
@@ -96,14 +105,87 @@ def _narrow_forward(q, k, v, q_offsets, kv_offsets, schedule, plan, scale, strid
     return out
 
 
+def _gluon_forward(q, k, v, q_offsets, schedule, plan, max_kv, activation, scale) -> Tensor:
+    from opengem.kernels.gdpa import gluon_sm90
+
+    q, k, v = (_tma_ready(x) for x in (q, k, v))
+    out = q.new_empty(q.shape)
+    resident = max_kv <= GLUON_STAGES * GLUON_KEYS
+    blocks = min(_multiprocessors(q.device.index), (plan.batch if resident else plan.q_bound) * plan.heads)
+    gluon_sm90.forward[(blocks,)](
+        _ragged(q, 64), _ragged(k, GLUON_KEYS), _ragged(v, GLUON_KEYS), _ragged(out, 64), out, q_offsets, schedule,
+        plan.batch, 4 + 4 * (plan.q_bound + plan.kv_bound) if resident else 4, out.numel(), scale, plan.heads,
+        q.stride(1), k.stride(1), v.stride(1), ACT=activation, D=plan.dim, BN=GLUON_KEYS, STAGES=GLUON_STAGES,
+        Q_STAGES=GLUON_STAGES, RESIDENT=resident, num_warps=4,
+    )
+    return out
+
+
+def _gluon_backward(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, activation, scale):
+    from opengem.kernels.gdpa import gluon_sm90
+
+    grad, q, k, v = (_tma_ready(x) for x in (grad, q, k, v))
+    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    sides = (
+        (k, v, q, grad, dk, dv, kv_offsets, plan.kv_bound, 4 + 4 * plan.q_bound, GLUON_DKDV, True),
+        (q, grad, k, v, dq, dq, q_offsets, plan.q_bound, 4, GLUON_DQ, False),
+    )
+    for a1, a2, b1, b2, o1, o2, offsets, bound, list_start, (rows, stages), keys in sides:
+        blocks = min(_multiprocessors(q.device.index), bound * plan.heads)
+        gluon_sm90.backward[(blocks,)](
+            _ragged(a1, 64), _ragged(a2, 64), _ragged(b1, rows), _ragged(b2, rows), _ragged(o1, 64), _ragged(o2, 64),
+            o1, o2, offsets, schedule, plan.batch, list_start, o1.numel(), scale, plan.heads,
+            a1.stride(1), a2.stride(1), b1.stride(1), b2.stride(1),
+            ACT=activation, D=plan.dim, BN=rows, STAGES=stages, KEYS=keys, num_warps=4,
+        )
+    return dq, dk, dv
+
+
+def _gluon_fits(q: Tensor, k: Tensor, plan: Plan) -> bool:
+    """Wide, own queries, D 64 or 128, and some rows (a descriptor cannot be empty)."""
+    return not plan.narrow and not plan.seeds and plan.dim in GLUON_HEAD_DIMS and q.shape[0] > 0 and k.shape[0] > 0
+
+
+def _ragged(x: Tensor, rows: int):
+    """A descriptor of boxes [rows, D] of x [T, H, D] whose row bound is set by the coordinates (see gluon_sm90)."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    row, head = x.stride(0), x.stride(1)
+    width = (x.shape[1] - 1) * head + x.shape[2]
+    layout = _box_layout(rows, x.shape[2], x.dtype)
+    return TensorDescriptor(
+        x, [0x7FFF0000, 0x7FFF0000, 1 << 30, width], [2**34 - row, row, row, 1], [1, 1, rows, x.shape[2]], layout
+    )
+
+
+@cache
+def _box_layout(rows: int, dim: int, dtype: torch.dtype):
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, dim], {torch.bfloat16: gl.bfloat16}.get(dtype, gl.float16))
+
+
+@cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _tma_ready(x: Tensor) -> Tensor:
+    """TMA wants 16-byte aligned rows; anything else is copied."""
+    fits = x.stride(2) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and 0 < x.stride(0) < 1 << 33
+    return x if fits and x.stride(1) > 0 else x.contiguous()
+
+
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, schedule: Tensor,
-    max_q: int, max_kv: int, activation: str, scale: float, shared_q: bool,
+    max_q: int, max_kv: int, activation: str, scale: float, shared_q: bool, gluon: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference.backward`."""
+    """As `reference.backward`; `gluon` as in `forward`."""
     plan = _plan(q, k, kv_offsets, max_q, max_kv, shared_q)
     if not plan.batch or not max_kv or not max_q:
         return tuple(x.new_zeros(x.shape) for x in (q, k, v))
+    if gluon and _gluon_fits(q, k, plan):
+        return _gluon_backward(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, activation, scale)
     grad, q, k, v = (_rows_contiguous(x) for x in (grad, q, k, v))
     strides = (*grad.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
     options = {"ACT": activation, "FAST": q.is_cuda, **plan.kernel_facts}

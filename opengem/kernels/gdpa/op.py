@@ -164,10 +164,10 @@ def _implementation(q: Tensor, activation: str = "gelu", shared_q: bool = False)
 
 
 def _schedule_size(q: Tensor, k: Tensor, kv_offsets: Tensor, shared_q: bool) -> int:
-    """Upper bound of tiles, two numbers each, and two counts; 128 rows a tile at least."""
+    """Three counts, and four numbers for each tile there can be (query tiles have 128 rows, key tiles at least 64)."""
     batch = kv_offsets.shape[0] - 1
     q_rows = batch * q.shape[0] if shared_q else q.shape[0]
-    return 2 + 2 * ((q_rows + 127) // 128 + (k.shape[0] + 63) // 64 + 2 * batch)
+    return 4 + 4 * ((q_rows + 127) // 128 + (k.shape[0] + 63) // 64 + 3 * batch)
 
 
 @torch.library.custom_op("opengem::gdpa_schedule", mutates_args=())
@@ -193,12 +193,13 @@ def _forward(
     if q.device.type == "cpu":
         _check_contents(q, k, q_offsets, kv_offsets, max_q, max_kv, shared_q)
     options = (max_q, max_kv, activation, scale, shared_q)
-    if _implementation(q, activation, shared_q) == "reference":
+    implementation = _implementation(q, activation, shared_q)
+    if implementation == "reference":
         return reference.forward(q, k, v, q_offsets, kv_offsets, *options)
     from opengem.kernels.gdpa import launch
 
     schedule = _schedule_of(q, k, q_offsets, kv_offsets, schedule, max_q, shared_q)
-    return launch.forward(q, k, v, q_offsets, kv_offsets, schedule, *options)
+    return launch.forward(q, k, v, q_offsets, kv_offsets, schedule, *options, gluon=implementation == "gluon")
 
 
 def _schedule_of(q, k, q_offsets, kv_offsets, schedule, max_q, shared_q) -> Tensor:
@@ -224,12 +225,15 @@ def _backward(
     max_q: int, max_kv: int, activation: str, scale: float, shared_q: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     options = (max_q, max_kv, activation, scale, shared_q)
-    if _implementation(q, activation, shared_q) == "reference":
+    implementation = _implementation(q, activation, shared_q)
+    if implementation == "reference":
         return reference.backward(grad, q, k, v, q_offsets, kv_offsets, *options)
     from opengem.kernels.gdpa import launch
 
     schedule = _schedule_of(q, k, q_offsets, kv_offsets, schedule, max_q, shared_q)
-    return launch.backward(grad, q, k, v, q_offsets, kv_offsets, schedule, *options)
+    return launch.backward(
+        grad, q, k, v, q_offsets, kv_offsets, schedule, *options, gluon=implementation == "gluon"
+    )
 
 
 @_backward.register_fake

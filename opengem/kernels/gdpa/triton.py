@@ -25,7 +25,9 @@ T2, T4, T6 = (tl.constexpr(c) for c in activations.TAYLOR)
 TANH_A = tl.constexpr(activations.TANH_A)
 TANH_AB = tl.constexpr(activations.TANH_A * activations.TANH_B)
 LEAKY = tl.constexpr(activations.LEAKY_SLOPE)
-SQRT_HALF = tl.constexpr(0.5**0.5)
+# erfc(z) = e^(-z^2) t (E1 + ... + E5 t^4), t = 1 / (1 + E0 z): Abramowitz and Stegun 7.1.26, error 1.5e-7
+E0, E1, E2 = tl.constexpr(0.3275911 * 0.5**0.5), tl.constexpr(0.254829592), tl.constexpr(-0.284496736)
+E3, E4, E5 = tl.constexpr(1.421413741), tl.constexpr(-1.453152027), tl.constexpr(1.061405429)
 DENSITY = tl.constexpr(0.3989422804014327)
 
 
@@ -43,9 +45,23 @@ def _tanh(x, FAST: tl.constexpr):
 
 
 @triton.jit
+def _normal(x, FAST: tl.constexpr):
+    """(distribution function of the normal law, exp(-x^2 / 2)), without the branches of a library erf."""
+    bell = tl.exp(-0.5 * x * x)
+    w = tl.abs(x) * E0 + 1.0
+    if FAST:
+        t = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [w], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        t = 1.0 / w
+    tail = (t * bell) * (E1 + t * (E2 + t * (E3 + t * (E4 + t * E5)))) * 0.5
+    return tl.where(x < 0, tail, 1.0 - tail), bell
+
+
+@triton.jit
 def act_value(x, ACT: tl.constexpr, FAST: tl.constexpr):
     if ACT == "gelu":
-        return x * (0.5 + 0.5 * tl.erf(x * SQRT_HALF))
+        cdf, _ = _normal(x, FAST)
+        return x * cdf
     elif ACT == "gelu_tanh":
         h = 0.5 * x
         return h + h * _tanh(x * (TANH_A + TANH_AB * x * x), FAST)
@@ -77,8 +93,8 @@ def act_value(x, ACT: tl.constexpr, FAST: tl.constexpr):
 def act_both(x, ACT: tl.constexpr, FAST: tl.constexpr):
     """(value, derivative); what is not used is removed by the compiler."""
     if ACT == "gelu":
-        cdf = 0.5 + 0.5 * tl.erf(x * SQRT_HALF)
-        return x * cdf, cdf + x * (DENSITY * tl.exp(-0.5 * x * x))
+        cdf, bell = _normal(x, FAST)
+        return x * cdf, cdf + x * bell * DENSITY
     elif ACT == "gelu_tanh":
         u = x * x
         t = _tanh(x * (TANH_A + TANH_AB * u), FAST)
@@ -111,7 +127,7 @@ def act_both(x, ACT: tl.constexpr, FAST: tl.constexpr):
         return x * gate, tl.where(x > -3.0, inner, 0.0)
     else:
         tl.static_assert(ACT == "identity")
-        return x, tl.full(x.shape, 1.0, tl.float32)
+        return x, x * 0.0 + 1.0
 
 
 # ---- which tiles exist -------------------------------------------------------------------------------------------
@@ -136,13 +152,24 @@ def _tile_counts(offsets, samples, batch, TILE: tl.constexpr, LEAST: tl.constexp
 
 
 @triton.jit
-def _deal(
-    rows, work, count_ptr, list_ptr, batch, TILE: tl.constexpr, LEAST: tl.constexpr, ROW_SEEDS: tl.constexpr,
-    WORK_SEEDS: tl.constexpr, OWN: tl.constexpr,
-):
-    """List (sample, tile) of every tile of `rows`, samples with much `work` first, equal ones in order.
+def _spans(offsets, samples, batch, SEEDS: tl.constexpr):
+    """First rows of `samples`, int32 (no tensor here has 2^31 rows)."""
+    if SEEDS > 0:
+        return samples * SEEDS
+    else:
+        return tl.load(offsets + samples, mask=samples < batch, other=0).to(tl.int32)
 
-    A sample starts where the tiles of all samples ahead of it end; each program counts those for OWN samples.
+
+@triton.jit
+def _deal(
+    rows, other, work, count_ptr, list_ptr, batch, TILE: tl.constexpr, LEAST: tl.constexpr, ROW_SEEDS: tl.constexpr,
+    OTHER_SEEDS: tl.constexpr, WORK_SEEDS: tl.constexpr, OWN: tl.constexpr,
+):
+    """List every tile of `rows`, samples with much `work` first, equal ones in order.
+
+    A record is (first row, rows left in the sample, first row and length of the sample in `other`); where LEAST is 1
+    (narrow kernels) it is (first row, rows left, sample, 0). A sample starts where the tiles of all samples ahead of it
+    end; each program counts those for OWN samples.
     """
     samples = tl.program_id(0) * OWN + tl.arange(0, OWN)
     mine = _lengths(work, samples, batch, WORK_SEEDS)
@@ -160,32 +187,44 @@ def _deal(
     if tl.program_id(0) == 0:
         tl.store(count_ptr, tl.sum(total, 0))
     tiles = _tile_counts(rows, samples, batch, TILE, LEAST, ROW_SEEDS)
+    begin = _spans(rows, samples, batch, ROW_SEEDS)
+    length = _lengths(rows, samples, batch, ROW_SEEDS)
+    third, fourth = samples, samples * 0
+    if LEAST == 0:
+        third = _spans(other, samples, batch, OTHER_SEEDS)
+        fourth = _lengths(other, samples, batch, OTHER_SEEDS)
     for first in range(0, tl.max(tiles, 0), 16):
         t = first + tl.arange(0, 16)
-        slot = list_ptr + 2 * (start[:, None] + t[None, :])
         live = t[None, :] < tiles[:, None]
-        tl.store(slot, tl.broadcast_to(samples[:, None], (OWN, 16)), mask=live)
-        tl.store(slot + 1, tl.broadcast_to(t[None, :], (OWN, 16)), mask=live)
+        slot = list_ptr + 4 * (start[:, None] + t[None, :])
+        tl.store(slot, begin[:, None] + t[None, :] * TILE, mask=live)
+        tl.store(slot + 1, length[:, None] - t[None, :] * TILE, mask=live)
+        tl.store(slot + 2, tl.broadcast_to(third[:, None], (OWN, 16)), mask=live)
+        tl.store(slot + 3, tl.broadcast_to(fourth[:, None], (OWN, 16)), mask=live)
 
 
-@triton.jit(do_not_specialize=["batch", "q_bound"])
+@triton.jit(do_not_specialize=["batch", "q_bound", "kv_bound"])
 def deal_tiles(
-    q_offsets, kv_offsets, schedule, batch, q_bound, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr,
+    q_offsets, kv_offsets, schedule, batch, q_bound, kv_bound, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr,
     SEEDS: tl.constexpr, NARROW: tl.constexpr, OWN: tl.constexpr,
 ):
-    """schedule: int32 [2 + 2 * q_bound + 2 * kv_bound]: two counts, then the query tiles, then the key tiles.
+    """schedule: int32 [4 + 4 * (q_bound + kv_bound + batch)]: three counts, then records of 4.
 
-    Grid (ceil(batch / OWN), 2). Narrow kernels use the key tiles only, at least one for each sample.
+    Grid (ceil(batch / OWN), 3): query tiles by keys to walk, key tiles by queries to walk, whole samples by queries.
+    Narrow kernels use the key tiles only, at least one for each sample.
     """
-    key_list = schedule + 2 + 2 * q_bound
+    kv_list = schedule + 4 + 4 * q_bound
     if NARROW:
         if tl.program_id(1) == 1:
-            _deal(kv_offsets, kv_offsets, schedule + 1, key_list, batch, KV_TILE, 1, 0, 0, OWN)
+            _deal(kv_offsets, q_offsets, kv_offsets, schedule + 1, kv_list, batch, KV_TILE, 1, 0, SEEDS, 0, OWN)
+    elif tl.program_id(1) == 0:
+        _deal(q_offsets, kv_offsets, kv_offsets, schedule, schedule + 4, batch, Q_TILE, 0, SEEDS, 0, 0, OWN)
+    elif tl.program_id(1) == 1:
+        _deal(kv_offsets, q_offsets, q_offsets, schedule + 1, kv_list, batch, KV_TILE, 0, 0, SEEDS, SEEDS, OWN)
     else:
-        if tl.program_id(1) == 0:
-            _deal(q_offsets, kv_offsets, schedule, schedule + 2, batch, Q_TILE, 0, SEEDS, 0, OWN)
-        else:
-            _deal(kv_offsets, q_offsets, schedule + 1, key_list, batch, KV_TILE, 0, 0, SEEDS, OWN)
+        whole: tl.constexpr = 1 << 30
+        _deal(q_offsets, kv_offsets, q_offsets, schedule + 2, kv_list + 4 * kv_bound, batch, whole, 0, SEEDS, 0, SEEDS,
+              OWN)
 
 
 # ---- pieces of every kernel --------------------------------------------------------------------------------------
@@ -199,6 +238,13 @@ def _bounds(offsets, sample, SEEDS: tl.constexpr):
     else:
         begin = tl.load(offsets + sample).to(tl.int64)
         return begin, (tl.load(offsets + sample + 1) - begin).to(tl.int32)
+
+
+@triton.jit
+def _record(entry):
+    """The four numbers of a record; rows as int64."""
+    row, left = tl.load(entry).to(tl.int64), tl.load(entry + 1)
+    return row, left, tl.load(entry + 2).to(tl.int64), tl.load(entry + 3)
 
 
 @triton.jit
@@ -252,12 +298,9 @@ def wide_fwd(
         if SEEDS == 0:
             _zero_tail(out, item - count, q_offsets, batch, q_rows, head, H, BM, D, DP)
         return
-    sample, tile = tl.load(schedule + 2 + 2 * item), tl.load(schedule + 3 + 2 * item)
-    q_begin, q_length = _bounds(q_offsets, sample, SEEDS)
-    kv_begin, kv_length = _bounds(kv_offsets, sample, 0)
-    first = tile * BM
-    q_from = first.to(tl.int64) if SEEDS > 0 else q_begin + first
-    q_tile = _load(q + q_from * q_row + head * q_head + _tile(q_row, BM, D, DP), q_length - first, BM, D, DP)
+    row, left, kv_begin, kv_length = _record(schedule + 4 + 4 * item)
+    q_from = row % SEEDS if SEEDS > 0 else row
+    q_tile = _load(q + q_from * q_row + head * q_head + _tile(q_row, BM, D, DP), left, BM, D, DP)
     k_pointers = k + kv_begin * k_row + head * k_head + _tile(k_row, BN, D, DP)
     v_pointers = v + kv_begin * v_row + head * v_head + _tile(v_row, BN, D, DP)
     acc = tl.zeros([BM, DP], tl.float32)
@@ -269,8 +312,7 @@ def wide_fwd(
         acc = tl.dot(p, v_tile, acc)
         k_pointers += BN * k_row
         v_pointers += BN * v_row
-    out_pointers = out + (q_begin + first) * H * D + head * D + _tile(H * D, BM, D, DP)
-    _store(out_pointers, acc, q_length - first, BM, D, DP)
+    _store(out + row * H * D + head * D + _tile(H * D, BM, D, DP), acc, left, BM, D, DP)
 
 
 @triton.jit(do_not_specialize=["batch", "q_rows"])
@@ -287,14 +329,10 @@ def wide_dq(
         if SEEDS == 0:
             _zero_tail(dq, item - count, q_offsets, batch, q_rows, head, H, BM, D, DP)
         return
-    sample, tile = tl.load(schedule + 2 + 2 * item), tl.load(schedule + 3 + 2 * item)
-    q_begin, q_length = _bounds(q_offsets, sample, SEEDS)
-    kv_begin, kv_length = _bounds(kv_offsets, sample, 0)
-    first = tile * BM
-    q_from = first.to(tl.int64) if SEEDS > 0 else q_begin + first
-    q_tile = _load(q + q_from * q_row + head * q_head + _tile(q_row, BM, D, DP), q_length - first, BM, D, DP)
-    g_pointers = grad + (q_begin + first) * g_row + head * g_head + _tile(g_row, BM, D, DP)
-    g_tile = _load(g_pointers, q_length - first, BM, D, DP)
+    row, left, kv_begin, kv_length = _record(schedule + 4 + 4 * item)
+    q_from = row % SEEDS if SEEDS > 0 else row
+    q_tile = _load(q + q_from * q_row + head * q_head + _tile(q_row, BM, D, DP), left, BM, D, DP)
+    g_tile = _load(grad + row * g_row + head * g_head + _tile(g_row, BM, D, DP), left, BM, D, DP)
     k_pointers = k + kv_begin * k_row + head * k_head + _tile(k_row, BN, D, DP)
     v_pointers = v + kv_begin * v_row + head * v_head + _tile(v_row, BN, D, DP)
     acc = tl.zeros([BM, DP], tl.float32)
@@ -307,8 +345,7 @@ def wide_dq(
         acc = tl.dot((dp * slope).to(k.dtype.element_ty), k_tile, acc)
         k_pointers += BN * k_row
         v_pointers += BN * v_row
-    dq_pointers = dq + (q_begin + first) * H * D + head * D + _tile(H * D, BM, D, DP)
-    _store(dq_pointers, acc * scale, q_length - first, BM, D, DP)
+    _store(dq + row * H * D + head * D + _tile(H * D, BM, D, DP), acc * scale, left, BM, D, DP)
 
 
 @triton.jit(do_not_specialize=["batch", "q_bound", "kv_rows"])
@@ -325,14 +362,9 @@ def wide_dkdv(
         _zero_tail(dk, item - count, kv_offsets, batch, kv_rows, head, H, BN, D, DP)
         _zero_tail(dv, item - count, kv_offsets, batch, kv_rows, head, H, BN, D, DP)
         return
-    entry = schedule + 2 + 2 * (q_bound + item)
-    sample, tile = tl.load(entry), tl.load(entry + 1)
-    q_begin, q_length = _bounds(q_offsets, sample, SEEDS)
-    kv_begin, kv_length = _bounds(kv_offsets, sample, 0)
-    first = tile * BN
-    kv_from = kv_begin + first
-    k_tile = _load(k + kv_from * k_row + head * k_head + _tile(k_row, BN, D, DP), kv_length - first, BN, D, DP)
-    v_tile = _load(v + kv_from * v_row + head * v_head + _tile(v_row, BN, D, DP), kv_length - first, BN, D, DP)
+    row, left, q_begin, q_length = _record(schedule + 4 + 4 * (q_bound + item))
+    k_tile = _load(k + row * k_row + head * k_head + _tile(k_row, BN, D, DP), left, BN, D, DP)
+    v_tile = _load(v + row * v_row + head * v_head + _tile(v_row, BN, D, DP), left, BN, D, DP)
     q_from = q_begin * 0 if SEEDS > 0 else q_begin
     q_pointers = q + q_from * q_row + head * q_head + _tile(q_row, BM, D, DP)
     g_pointers = grad + q_begin * g_row + head * g_head + _tile(g_row, BM, D, DP)
@@ -348,18 +380,12 @@ def wide_dkdv(
         dk_acc = tl.dot((dpt * slope).to(q.dtype.element_ty), q_tile, dk_acc)
         q_pointers += BM * q_row
         g_pointers += BM * g_row
-    out_tile = kv_from * H * D + head * D + _tile(H * D, BN, D, DP)
-    _store(dv + out_tile, dv_acc, kv_length - first, BN, D, DP)
-    _store(dk + out_tile, dk_acc * scale, kv_length - first, BN, D, DP)
+    out_tile = row * H * D + head * D + _tile(H * D, BN, D, DP)
+    _store(dv + out_tile, dv_acc, left, BN, D, DP)
+    _store(dk + out_tile, dk_acc * scale, left, BN, D, DP)
 
 
 # ---- narrow ------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _slot(kv_begin, sample, chunk, CHUNK: tl.constexpr):
-    """A place in a buffer of ceil(rows / CHUNK) + B places that no other (sample, chunk) has, known without a scan."""
-    return kv_begin // CHUNK + sample + chunk
 
 
 @triton.jit(do_not_specialize=["q_bound"])
@@ -371,32 +397,30 @@ def narrow_fwd(
 ):
     """out [rows, H, D] contiguous, one run of CHUNK keys of a sample and a head a program.
 
-    RUNS: a sample may have several; each writes its share to partial [slots, H, BM, D] fp32 (added by `sum_runs`).
+    RUNS: a sample may have several; each writes its share to partial [slots, H, BM, D] fp32 (added by `sum_runs`), at
+    slot first key // CHUNK + sample, which no other run has and which needs no scan to find.
     """
     item, head = tl.program_id(0) // H, tl.program_id(0) % H
     if item >= tl.load(schedule + 1):
         return
-    entry = schedule + 2 + 2 * (q_bound + item)
-    sample, chunk = tl.load(entry), tl.load(entry + 1)
+    row, left, sample, _ = _record(schedule + 4 + 4 * (q_bound + item))
+    keys = tl.minimum(left, CHUNK)
     q_begin, q_length = _bounds(q_offsets, sample, SEEDS)
-    kv_begin, kv_length = _bounds(kv_offsets, sample, 0)
-    first = chunk * CHUNK
-    last = tl.minimum(kv_length, first + CHUNK)
     q_from = q_begin * 0 if SEEDS > 0 else q_begin
     q_tile = _load(q + q_from * q_row + head * q_head + _tile(q_row, BM, D, DP), q_length, BM, D, DP)
-    k_pointers = k + (kv_begin + first) * k_row + head * k_head + _tile(k_row, BN, D, DP)
-    v_pointers = v + (kv_begin + first) * v_row + head * v_head + _tile(v_row, BN, D, DP)
+    k_pointers = k + row * k_row + head * k_head + _tile(k_row, BN, D, DP)
+    v_pointers = v + row * v_row + head * v_head + _tile(v_row, BN, D, DP)
     acc = tl.zeros([DP, BM], tl.float32)
-    for start in range(first, last, BN):
-        k_tile = _load(k_pointers, last - start, BN, D, DP)
+    for start in range(0, keys, BN):
+        k_tile = _load(k_pointers, keys - start, BN, D, DP)
         st = tl.dot(k_tile, q_tile.T)
         pt = act_value(st * scale, ACT, FAST).to(v.dtype.element_ty)
-        v_tile = _load(v_pointers, last - start, BN, D, DP)
+        v_tile = _load(v_pointers, keys - start, BN, D, DP)
         acc = tl.dot(v_tile.T, pt, acc)
         k_pointers += BN * k_row
         v_pointers += BN * v_row
     if RUNS:
-        place = _slot(kv_begin, sample, chunk, CHUNK) * H + head
+        place = (row // CHUNK + sample) * H + head
         _store(partial + place * BM * D + _tile(D, BM, D, DP), acc.T, BM, BM, D, DP)
     else:
         _store(out + q_begin * H * D + head * D + _tile(H * D, BM, D, DP), acc.T, q_length, BM, D, DP)
@@ -420,37 +444,33 @@ def narrow_bwd(
         _zero_tail(dk, item - count, kv_offsets, batch, kv_rows, head, H, CHUNK, D, DP)
         _zero_tail(dv, item - count, kv_offsets, batch, kv_rows, head, H, CHUNK, D, DP)
         return
-    entry = schedule + 2 + 2 * (q_bound + item)
-    sample, chunk = tl.load(entry), tl.load(entry + 1)
+    row, left, sample, _ = _record(schedule + 4 + 4 * (q_bound + item))
+    keys = tl.minimum(left, CHUNK)
     q_begin, q_length = _bounds(q_offsets, sample, SEEDS)
-    kv_begin, kv_length = _bounds(kv_offsets, sample, 0)
-    first = chunk * CHUNK
-    last = tl.minimum(kv_length, first + CHUNK)
     q_from = q_begin * 0 if SEEDS > 0 else q_begin
     q_tile = _load(q + q_from * q_row + head * q_head + _tile(q_row, BM, D, DP), q_length, BM, D, DP)
     g_tile = _load(grad + q_begin * g_row + head * g_head + _tile(g_row, BM, D, DP), q_length, BM, D, DP)
-    kv_from = kv_begin + first
-    k_pointers = k + kv_from * k_row + head * k_head + _tile(k_row, BN, D, DP)
-    v_pointers = v + kv_from * v_row + head * v_head + _tile(v_row, BN, D, DP)
-    dk_pointers = dk + kv_from * H * D + head * D + _tile(H * D, BN, D, DP)
-    dv_pointers = dv + kv_from * H * D + head * D + _tile(H * D, BN, D, DP)
+    k_pointers = k + row * k_row + head * k_head + _tile(k_row, BN, D, DP)
+    v_pointers = v + row * v_row + head * v_head + _tile(v_row, BN, D, DP)
+    dk_pointers = dk + row * H * D + head * D + _tile(H * D, BN, D, DP)
+    dv_pointers = dv + row * H * D + head * D + _tile(H * D, BN, D, DP)
     acc = tl.zeros([DP, BM], tl.float32)
-    for start in range(first, last, BN):
-        k_tile = _load(k_pointers, last - start, BN, D, DP)
-        v_tile = _load(v_pointers, last - start, BN, D, DP)
+    for start in range(0, keys, BN):
+        k_tile = _load(k_pointers, keys - start, BN, D, DP)
+        v_tile = _load(v_pointers, keys - start, BN, D, DP)
         pt, slope = act_both(tl.dot(k_tile, q_tile.T) * scale, ACT, FAST)
         dst = (tl.dot(v_tile, g_tile.T) * slope * scale).to(q.dtype.element_ty)
         dv_tile = tl.dot(pt.to(v.dtype.element_ty), g_tile)
         dk_tile = tl.dot(dst, q_tile)
         acc = tl.dot(k_tile.T, dst, acc)
-        _store(dv_pointers, dv_tile, last - start, BN, D, DP)
-        _store(dk_pointers, dk_tile, last - start, BN, D, DP)
+        _store(dv_pointers, dv_tile, keys - start, BN, D, DP)
+        _store(dk_pointers, dk_tile, keys - start, BN, D, DP)
         k_pointers += BN * k_row
         v_pointers += BN * v_row
         dk_pointers += BN * H * D
         dv_pointers += BN * H * D
     if RUNS or SEEDS > 0:
-        place = (_slot(kv_begin, sample, chunk, CHUNK) if RUNS else sample.to(tl.int64)) * H + head
+        place = (row // CHUNK + sample if RUNS else sample) * H + head
         _store(partial + place * BM * D + _tile(D, BM, D, DP), acc.T, BM, BM, D, DP)
     else:
         _store(dq + q_begin * H * D + head * D + _tile(H * D, BM, D, DP), acc.T, q_length, BM, D, DP)
@@ -467,6 +487,6 @@ def sum_runs(
     kv_begin, kv_length = _bounds(kv_offsets, sample, 0)
     total = tl.zeros([BM, DP], tl.float32)
     for chunk in range(0, tl.maximum(tl.cdiv(kv_length, CHUNK), 1)):
-        place = _slot(kv_begin, sample, chunk, CHUNK) * H + head
+        place = (kv_begin // CHUNK + chunk + sample) * H + head
         total += _load(partial + place * BM * D + _tile(D, BM, D, DP), BM, BM, D, DP)
     _store(out + q_begin * H * D + head * D + _tile(H * D, BM, D, DP), total, q_length, BM, D, DP)

@@ -342,9 +342,6 @@ def forward(
     return out, lse
 
 
-backward = portable.backward
-
-
 def takes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
     """No bias, head_dim 64 or 128, and rows TMA can read: heads side by side, 16-byte aligned, not empty."""
     if bias is not None or q.shape[2] not in STAGES or q.dtype not in (torch.bfloat16, torch.float16):

@@ -57,10 +57,11 @@ CONFIGS = {
 
 def config(kernel: str, head_dim: int, biased: bool) -> Config:
     """The configuration of a kernel; tiles of a bias need registers and pipeline space, so the others get smaller."""
-    tile = CONFIGS[kernel][max(32, triton.next_power_of_2(head_dim))]
+    padded = max(32, triton.next_power_of_2(head_dim))
+    tile = CONFIGS[kernel][padded]
     if not biased:
         return tile
-    return Config(tile.own, min(tile.stream, 64 if head_dim < 128 else 32), 8, min(tile.stages, 2))
+    return Config(tile.own, min(tile.stream, 64 if padded < 128 else 32), 8, min(tile.stages, 2))
 
 
 # ---- where a program works -------------------------------------------------------------------------------------

@@ -24,13 +24,14 @@ def run(kind, views, lengths, seed, rope, max_length=None):
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rotation", [None, False, True])
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("name", SAME if GPU else ["all_empty", "zero_between", "tile_edges_64", "empty_batch"])
+@pytest.mark.parametrize("dim", [64, 128] if GPU else [64])
+@pytest.mark.parametrize("name", SAME if GPU else ["all_empty", "zero_between", "tile_edges_64"])
 def test_matches_the_reference(name, dim, rotation, dtype, poisoned_empty):
     lengths = LENGTHS[name][0]
-    views = fused_views(sum(lengths), 3, dim, DEVICE, dtype)
+    heads = 3 if GPU else 1
+    views = fused_views(sum(lengths), heads, dim, DEVICE, dtype)
     rope = None if rotation is None else (*rope_tables(800, dim, device=DEVICE), rotation)
-    seed = torch.randn(sum(lengths), 3, dim, device=DEVICE).to(dtype)
+    seed = torch.randn(sum(lengths), heads, dim, device=DEVICE).to(dtype)
     got = run("triton", views, lengths, seed, rope)
     plain = run("reference", views, lengths, seed, rope)
     exact = run("reference", [x.double() for x in views], lengths, seed.double(), rope)
@@ -142,9 +143,10 @@ def test_new_batch_sizes_compile_nothing():
     assert counts[1:] == counts[:1] * 5
 
 
-@pytest.mark.parametrize("capability", [90, 100])
-@pytest.mark.parametrize(("direction", "dim", "rope"), [("forward", 128, False), ("backward", 128, False),
-                                                         ("backward", 64, True)])
+@pytest.mark.parametrize(("direction", "dim", "rope", "capability"), [
+    ("forward", 128, False, 90), ("backward", 128, False, 90), ("backward", 64, True, 90),
+    ("backward", 128, False, 100),
+])
 def test_compiles_ahead_of_time(direction, dim, rope, capability):
     from opengem.kernels.block import triton
 
@@ -157,7 +159,7 @@ def test_compiles_ahead_of_time(direction, dim, rope, capability):
     found = compile_ahead(f"opengem.kernels.block.triton:_{direction}", types, constants, capability=capability,
                           aligned=tuple(strides), num_stages=1, **triton.CONFIGS[direction, dim, rope])
     assert ("wgmma" if capability == 90 else "tcgen05.mma") in found["ptx"] and "mma.sync." not in found["ptx"]
-    assert found["shared"] <= SHARED_LIMIT and found["spill_bytes"] <= (1024 if rope else 0)
+    assert found["shared"] <= SHARED_LIMIT and found["spill_bytes"] == 0
 
 
 def test_naive_truth_agrees_with_the_reference_on_this_device():

@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 from opengem.kernels.gdpa import launch
 from opengem.kernels.gdpa import triton as kernels
 
-INTEGERS = {"batch", "q_rows", "kv_rows", "q_bound", "H"}
+INTEGERS = {"batch", "q_rows", "kv_rows", "q_bound", "kv_bound", "H"}
 POINTERS = {"partial": "*fp32", "q_offsets": "*i64", "kv_offsets": "*i64", "schedule": "*i32"}
 
 
@@ -98,8 +98,55 @@ def describe(compiled, capability: int) -> dict:
         "tcgen05": ptx.count("tcgen05.mma"),
         "mma_sync": len(re.findall(r"\bmma\.sync", ptx)),
         "cp_async": ptx.count("cp.async.cg"),
+        "tma": ptx.count("cp.async.bulk.tensor"),
+        "setmaxnreg": ptx.count("setmaxnreg"),
         "triton": triton.__version__,
     }
+
+
+def gluon() -> dict:
+    """name -> (kernel, constants, rows of each descriptor's box by the first letter of its name)."""
+    from opengem.kernels.gdpa import gluon_sm90
+
+    found = {}
+    for dim in launch.GLUON_HEAD_DIMS:
+        common = {"ACT": "gelu_tanh", "D": dim}
+        stages = {"BN": launch.GLUON_KEYS, "STAGES": launch.GLUON_STAGES, "Q_STAGES": launch.GLUON_STAGES}
+        rows = {"q": 64, "o": 64, "k": launch.GLUON_KEYS, "v": launch.GLUON_KEYS}
+        for resident in (False, True):
+            name = f"gluon_fwd_{dim}_{'resident' if resident else 'stream'}"
+            found[name] = (gluon_sm90.forward, common | stages | {"RESIDENT": resident}, rows)
+        for side, (tile, depth), keys in (("dq", launch.GLUON_DQ, False), ("dkdv", launch.GLUON_DKDV, True)):
+            constants = common | {"BN": tile, "STAGES": depth, "KEYS": keys}
+            found[f"gluon_{side}_{dim}"] = (gluon_sm90.backward, constants, {"a": 64, "o": 64, "b": tile})
+    return found
+
+
+def compile_gluon(kernel, constants: dict, rows: dict) -> dict:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    def descriptor(count: int) -> str:
+        box = [1, 1, count, constants["D"]]
+        return f"tensordesc<bf16{str(box).replace(' ', '')},{gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)!r}>"
+
+    kinds = {}
+    for name in kernel.arg_names:
+        if name in constants:
+            kinds[name] = "constexpr"
+        elif name.endswith("_desc"):
+            kinds[name] = descriptor(rows[name[0]])
+        elif name in ("out", "o1", "o2"):
+            kinds[name] = "*bf16"
+        else:
+            others = {"offsets": "*i64", "schedule": "*i32", "scale": "fp32", "out_elements": "i64"}
+            kinds[name] = others.get(name, "i32")
+    aligned = [n for n, kind in kinds.items() if kind.startswith("*") or n.endswith("_head")]
+    attributes = {(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in aligned}
+    compiled = triton.compile(
+        GluonASTSource(kernel, kinds, constants, attributes), target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}
+    )
+    return describe(compiled, 90)
 
 
 def every_kernel() -> dict:
@@ -111,9 +158,16 @@ def every_kernel() -> dict:
 
 def main() -> None:
     capability, names = int(sys.argv[1]), sys.argv[2:]
+
+    def wanted(name: str) -> bool:
+        return not names or any(n in name for n in names)
+
     for name, (kernel, constants, options) in every_kernel().items():
-        if not names or any(n in name for n in names):
+        if wanted(name):
             print(json.dumps({"kernel": name} | compile_one(kernel, constants, options, capability)), flush=True)
+    for name, (kernel, constants, rows) in (gluon() if capability == 90 else {}).items():
+        if wanted(name):
+            print(json.dumps({"kernel": name} | compile_gluon(kernel, constants, rows)), flush=True)
 
 
 if __name__ == "__main__":

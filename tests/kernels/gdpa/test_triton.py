@@ -28,7 +28,17 @@ def test_interpreted_kernels_match_the_naive_loop():
 
 @pytest.mark.parametrize(("capability", "unit"), [(90, "wgmma"), (100, "tcgen05")])
 def test_compiles_for_the_matrix_unit_without_spills(capability, unit):
-    rows = [json.loads(line) for line in _python("tests.kernels.gdpa.aot", str(capability), "_64_").splitlines()]
+    rows = [json.loads(line) for line in _python("tests.kernels.gdpa.aot", str(capability), "_64_gelu").splitlines()]
     assert len(rows) == 5
     for row in rows:
         assert row[unit] > 0 and row["spill_bytes"] == 0 and row["shared"] <= 227 * 1024, row
+
+
+def test_hopper_kernels_are_specialised_fed_by_tma_and_do_not_serialise():
+    names = ("gluon_fwd_128_resident", "gluon_dq_128", "gluon_dkdv_128")
+    rows = [json.loads(line) for line in _python("tests.kernels.gdpa.aot", "90", *names).splitlines()]
+    assert [row["kernel"] for row in rows] == list(names)
+    for row in rows:
+        assert row["wgmma"] > 0 and row["tma"] > 0 and row["setmaxnreg"] > 0 and row["warps"] == 12, row
+        assert not row["mma_sync"] and not row["serialised"] and row["shared"] <= 227 * 1024, row
+        assert row["spill_bytes"] <= (256 if "dkdv" in row["kernel"] else 0), row

@@ -122,7 +122,7 @@ def _step(leaves, offsets, most, **options):
 def test_never_waits_for_the_gpu():
     leaves, m, _ = test_op.make(RAGGED, dim=128, dtype=torch.bfloat16, device=GPU)
     offsets = grid.offsets(m, GPU)
-    _step(leaves[:3], offsets, 515)
+    _step(leaves[:3], offsets, 515, causal=True)
     torch.cuda.set_sync_debug_mode("error")
     try:
         _step(leaves[:3], offsets, 515, causal=True)

@@ -26,8 +26,8 @@ OPTIONS = {
 
 
 def make(name, heads=4, kv_heads=2, dim=8, bias=None, dtype=torch.float64, seed=0, device="cpu"):
-    """Leaves q, k, v and the bias tensor of a grid case (or of a list of lengths)."""
-    m, n = grid.case(name) if isinstance(name, str) else (name, name)
+    """Leaves q, k, v and the bias tensor of a grid case, of a list of lengths, or of a pair of lists."""
+    m, n = grid.case(name) if isinstance(name, str) else name if isinstance(name, tuple) else (name, name)
     torch.manual_seed(seed)
     q, k, v = torch.randn(sum(m), heads, dim), torch.randn(sum(n), kv_heads, dim), torch.randn(sum(n), kv_heads, dim)
     tensor = None
