@@ -49,7 +49,7 @@ def shard(
     options = {"eps": config.eps, "dtype": row_dtype(config)}
     if config.fully_shard:
         storage = FullyShardedTables(
-            pieces, count, config.dim, device, replicas, config.replicas, config.chunk_mb << 20, **options
+            pieces, count, config.dim, device, replicas, config.replicas, config.reads, config.chunk_mb << 20, **options
         )
     elif replicas.size() > 1:
         storage = ReplicatedTables(pieces, count, config.dim, device, replicas, config.replicas, **options)

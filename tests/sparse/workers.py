@@ -151,7 +151,7 @@ def make(replicas: int, planner=None, chunk_bytes: int = 0, replicas_option="exa
     if chunk_bytes:
         own = made.storage
         shape = (own.pieces_of_shard, sum(p.rows for p in own.pieces_of_shard), DIM, "cpu", own.group, own.semantics)
-        made.storage = type(own)(*shape, chunk_bytes, eps=1e-8)
+        made.storage = type(own)(*shape, "chunks", chunk_bytes, eps=1e-8)
         made.reinitialise(3)
     return made
 
@@ -182,7 +182,7 @@ def everything(rank: int, world: int, steps: int, folder: str) -> dict:
     return found
 
 
-MAIN = ("v1", "v2_2", "v3_2_chunks")
+MAIN = ("v1", "v2_2", "v3_2", "v3_2_chunks")
 
 
 def trajectories(rank: int, world: int, steps: int, names: tuple[str, ...] = ()) -> dict:
@@ -323,9 +323,8 @@ def peak(rank: int, world: int) -> tuple[int, int, int]:
     """(bytes of a whole shard, chunk_bytes, most bytes alive in a lookup of 10 rows) with a table of 20,000 rows."""
     meshes = mesh.build(mesh.MeshSpec(sparse_replica=world), "cpu")
     chunk = 64 << 10
-    tables = FullyShardedTables(
-        [Piece("t", 0, 20_000, 0)], 20_000, DIM, "cpu", meshes.sparse.get_group("sparse_replica"), "exact", chunk, eps=0
-    )
+    piece, group = Piece("t", 0, 20_000, 0), meshes.sparse.get_group("sparse_replica")
+    tables = FullyShardedTables([piece], 20_000, DIM, "cpu", group, "exact", "chunks", chunk, eps=0)
     rows = torch.arange(10) * 1999
     with LiveBytes(tables.weight) as bytes_alive:
         found = tables.lookup(rows)
