@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from opengem.errors import UserError
 from opengem.sparse import checkpoint
-from opengem.sparse.plan import all_row_wise, plan
+from opengem.sparse.plan import plan
 from tests.sparse.workers import (
     ROWS,
     SHORT,
@@ -166,7 +166,8 @@ def test_a_checkpoint_that_lacks_rows_or_has_other_tables_is_refused(tmp_path, r
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
 def test_a_plan_covers_every_row_once(world):
-    for made in (plan(ROWS, world, row_bytes=36), all_row_wise(ROWS, world, 36)):
+    for placement in ({}, dict.fromkeys(ROWS, "row")):
+        made = plan(ROWS, world, row_bytes=36, placement=placement)
         for table, rows in ROWS.items():
             runs = sorted((p.first, p.rows) for pieces in made.pieces for p in pieces if p.table == table)
             assert sum(n for _, n in runs) == rows
