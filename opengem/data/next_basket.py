@@ -5,10 +5,8 @@ with a few negatives drawn by popularity from the log so far. `convert`, given `
 on that purchase or the buyer bought the product again within `Task.repurchase_days`.
 
 Whatever describes a sample is computed from events STRICTLY before the basket's time: events that carry the same
-timestamp are invisible, so a basket never sees itself. Labels alone look ahead, and they decide the splits:
-- no sample is made in the last `repurchase_days` of the log, where `convert` would be cut short;
-- `train` ends `repurchase_days` before `test` begins, so that no training label is read from the test period; the
-  samples in between are the split `validation`.
+timestamp are invisible, so a basket never sees itself. `convert` alone looks ahead: it is unknown (null) where its
+window is still open when the split ends, so no training label is read from the test period.
 Positives never sold before are dropped with their negatives: a negative always was, so the model could tell them apart.
 
 Draws are hashes of (seed, buyer, time, place), not a stream of random numbers: a sample does not depend on later ones.
@@ -19,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +50,12 @@ class Task:
     negatives: int = 4
     repurchase_days: int = 30
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("min_log", "max_positives", "negatives", "repurchase_days"):
+            low = 0 if name == "min_log" else 1
+            if getattr(self, name) < low:
+                raise UserError(f"{name.replace('_', '-')} = {getattr(self, name)}: must be at least {low}")
 
 
 @dataclass(frozen=True)
@@ -85,16 +90,36 @@ class Log:
             raise UserError("purchases: a basket holds two buyers or two times; number such baskets apart")
         return cls(user, time, number, product, np.asarray(coupon, bool)[order], num_users, num_products), order
 
-    def first_lines(self) -> np.ndarray:
+    @cached_property
+    def first(self) -> np.ndarray:
         """Position of each basket's first line, `[number of baskets]`."""
         return np.flatnonzero(np.diff(self.basket, prepend=-1))
+
+    @cached_property
+    def buyer(self) -> np.ndarray:
+        """The user of each basket."""
+        return self.user[self.first]
+
+    @cached_property
+    def bought_at(self) -> np.ndarray:
+        """The time of each basket."""
+        return self.time[self.first]
+
+    @cached_property
+    def visible(self) -> np.ndarray:
+        """Number of lines strictly before each basket's time: positions 0 to `visible` - 1 are its past."""
+        return np.searchsorted(self.time, self.bought_at)
+
+    def pair(self, user: np.ndarray, product: np.ndarray) -> np.ndarray:
+        """One integer for a user (or basket) and a product."""
+        return user * self.num_products + product
 
 
 @dataclass(frozen=True)
 class Shop:
     """A log and what is known of its lines, products and buyers: all that `write` needs.
 
-    buyer: what a user is called; names: `[num_users]`, kept beside the histories.
+    user_name: what a user is called; names: `[num_users]`, kept beside the histories.
     lines: event attribute -> `[N]`. products: attribute -> `[num_products]`, ids with 0 = unknown, shared by events and
     candidates. users: feature -> `[num_users]`. contexts: feature -> `[N]`, constant over a basket and known before it.
     counted: names of the three product attributes that the sixteen counts use. streams: further histories,
@@ -103,7 +128,7 @@ class Shop:
 
     name: str
     source: str
-    buyer: str
+    user_name: str
     names: np.ndarray
     log: Log
     lines: dict[Feature, np.ndarray]
@@ -138,7 +163,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class Impressions:
-    """Samples `[R]` in time order: basket, candidate product, and the two labels (bool)."""
+    """Samples `[R]` in time order: basket, candidate product, and the labels (float32; NaN: not known yet)."""
 
     basket: np.ndarray
     product: np.ndarray
@@ -160,59 +185,60 @@ def uniform(seed: int, *parts: np.ndarray | int) -> np.ndarray:
 
 def impressions(log: Log, task: Task) -> Impressions:
     """The samples of the task. Rows of a basket stand together: each positive is followed by its negatives."""
-    first = log.first_lines()
-    time, user = log.time[first], log.user[first]
-    before = np.searchsorted(log.time, time)
-    by_user = Groups(log.user)
-    asks = (before > task.min_log) & (by_user.count(user, 0, before) > 0)
-    asks &= time + task.repurchase_days * DAY <= log.time[-1]
+    contents, line = np.unique(log.pair(log.basket, log.product), return_inverse=True)
+    coupon = np.bincount(line, log.coupon, len(contents)) > 0
+    chosen, place = _positives(log, task, contents)
+    basket, product = np.divmod(contents[chosen], log.num_products)
 
-    pairs, inverse = np.unique(log.basket * log.num_products + log.product, return_inverse=True)
-    coupon = np.bincount(inverse, log.coupon, len(pairs)) > 0
-    basket, product = np.divmod(pairs, log.num_products)
+    horizon = log.bought_at + task.repurchase_days * DAY
+    later = (np.searchsorted(log.time, end, side="right")[basket] for end in (log.bought_at, horizon))
+    again = Groups(log.pair(log.user, log.product)).count(log.pair(log.buyer[basket], product), *later)
+    ends = np.where(log.bought_at < task.test_from, task.test_from - 1, log.time[-1])
+    converted = np.where(horizon <= ends, 0.0, np.nan)[basket] + (coupon[chosen] | (again > 0))
+
+    slot = place[:, None] * task.negatives + np.arange(task.negatives)
+    asking = np.broadcast_to(basket[:, None], slot.shape)
+    negatives = _negatives(log, task, contents, asking.ravel(), slot.ravel()).reshape(slot.shape)
+    products = np.column_stack([product, negatives])
+    found = products > 0
+    clicks = np.broadcast_to(np.arange(1 + task.negatives) == 0, products.shape)
+    baskets = np.broadcast_to(basket[:, None], products.shape)
+    labels = clicks.astype(np.float32), np.where(clicks, converted[:, None], 0.0).astype(np.float32)
+    return Impressions(baskets[found], products[found], labels[0][found], labels[1][found])
+
+
+def _positives(log: Log, task: Task, contents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The positives: indices into `contents` (sorted distinct basket-product pairs) and each one's place in its basket.
+
+    Only baskets that ask, only products sold before, at most `max_positives` of them in an order drawn at random.
+    """
+    basket, product = np.divmod(contents, log.num_products)
+    asks = (log.visible > task.min_log) & (Groups(log.user).count(log.buyer, 0, log.visible) > 0)
     first_sale = np.full(log.num_products, len(log.time))
     np.minimum.at(first_sale, log.product, np.arange(len(log.time)))
-    basket, product, coupon = (
-        x[asks[basket] & (first_sale[product] < before[basket])] for x in (basket, product, coupon)
-    )
-
-    order = np.lexsort((uniform(task.seed, user[basket], time[basket], product), basket))
-    basket, product, coupon = basket[order], product[order], coupon[order]
-    place = np.arange(len(basket)) - np.searchsorted(basket, basket)
-    basket, product, coupon, place = (x[place < task.max_positives] for x in (basket, product, coupon, place))
-
-    again = Groups(log.user * log.num_products + log.product).count(
-        user[basket] * log.num_products + product,
-        np.searchsorted(log.time, time, side="right")[basket],
-        np.searchsorted(log.time, time + task.repurchase_days * DAY, side="right")[basket],
-    )
-    rows = np.zeros((4, len(basket), 1 + task.negatives), np.int64)
-    rows[0], rows[1, :, 0], rows[2, :, 0] = basket[:, None], product, 1
-    rows[3, :, 0] = coupon | (again > 0)
-    slot = place[:, None] * task.negatives + np.arange(task.negatives)
-    draws = np.repeat(basket, task.negatives)
-    rows[1, :, 1:] = _negatives(log, task, pairs, draws, slot.ravel(), before).reshape(slot.shape)
-    basket, product, click, convert = rows.reshape(4, -1)[:, rows[1].ravel() > 0]
-    return Impressions(basket, product, click.astype(bool), convert.astype(bool))
+    kept = np.flatnonzero(asks[basket] & (first_sale[product] < log.visible[basket]))
+    basket, product = basket[kept], product[kept]
+    order = np.lexsort((uniform(task.seed, log.buyer[basket], log.bought_at[basket], product), basket))
+    place = np.arange(len(kept)) - np.searchsorted(basket, basket)
+    inside = place < task.max_positives
+    return kept[order][inside], place[inside]
 
 
-def _negatives(log: Log, task: Task, pairs, basket, slot, before) -> np.ndarray:
-    """A product for each (basket, slot), drawn from the log before the basket and not in it; 0 where none was found.
+def _negatives(log: Log, task: Task, contents: np.ndarray, basket: np.ndarray, slot: np.ndarray) -> np.ndarray:
+    """A product for each (basket, slot), drawn from the lines before the basket and not in it; 0 where none was found.
 
-    A draw that hits the basket is repeated; 64 misses in a row mean a basket that holds all that was ever sold.
+    A draw that hits the basket is repeated; 64 hits in a row mean a basket that holds all that was ever sold.
     """
-    first = log.first_lines()
-    chosen, open_ = np.zeros(len(basket), np.int64), np.arange(len(basket))
+    chosen, left = np.zeros(len(basket), np.int64), np.arange(len(basket))
     for attempt in range(64):
-        asking = basket[open_]
-        line = first[asking]
-        number = uniform(task.seed + 1, log.user[line], log.time[line], slot[open_], attempt)
-        product = log.product[(number * before[asking]).astype(np.int64)]
-        code = asking * log.num_products + product
-        inside = pairs[np.minimum(np.searchsorted(pairs, code), len(pairs) - 1)] == code
-        chosen[open_[~inside]] = product[~inside]
-        open_ = open_[inside]
-        if not len(open_):
+        asking = basket[left]
+        number = uniform(task.seed + 1, log.buyer[asking], log.bought_at[asking], slot[left], attempt)
+        product = log.product[(number * log.visible[asking]).astype(np.int64)]
+        code = log.pair(asking, product)
+        hit = contents[np.minimum(np.searchsorted(contents, code), len(contents) - 1)] == code
+        chosen[left[~hit]] = product[~hit]
+        left = left[hit]
+        if not len(left):
             break
     return chosen
 
@@ -226,12 +252,9 @@ class Counts:
 
     def __init__(self, log: Log, attributes: dict[str, np.ndarray]) -> None:
         self.log, self.attributes = log, attributes
-        first = log.first_lines()
-        self.user, self.time = log.user[first], log.time[first]
-        self.before = np.searchsorted(log.time, self.time)
-        self.recent = {days: np.searchsorted(log.time, self.time - days * DAY) for days in (7, 28)}
+        self.recent = {days: np.searchsorted(log.time, log.bought_at - days * DAY) for days in (7, 28)}
         self.by_user, self.by_product = Groups(log.user), Groups(log.product)
-        self.by_pair = Groups(log.user * log.num_products + log.product)
+        self.by_pair = Groups(log.pair(log.user, log.product))
         self.by_attribute = {
             name: Groups(log.user * self._span(name) + values[log.product]) for name, values in attributes.items()
         }
@@ -241,10 +264,10 @@ class Counts:
 
     def features(self, basket: np.ndarray, product: np.ndarray) -> dict[str, np.ndarray]:
         """Feature name -> float32 `[R]`."""
-        user, before, time = self.user[basket], self.before[basket], self.time[basket]
+        log = self.log
+        user, before, time = log.buyer[basket], log.visible[basket], log.bought_at[basket]
         history = self.by_user.count(user, 0, before)
-        pair = user * self.log.num_products + product
-        count, _, last = self.by_pair.seen(pair, before)
+        count, _, last = self.by_pair.seen(log.pair(user, product), before)
         sold, first_sale, last_sale = self.by_product.seen(product, before)
         out = {
             "user_product_count": np.log1p(count),
@@ -277,20 +300,14 @@ def count_names(attributes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def splits(log: Log, task: Task) -> dict[str, tuple[int, int]]:
-    """train, validation and test; see the module docstring for the two gaps of `repurchase_days`."""
-    gap = task.repurchase_days * DAY
-    start, end = int(log.time[0]), int(log.time[-1]) - gap + 1
-    if not start < task.test_from - gap < task.test_from < end:
+    """train up to `test_from`, test from there on."""
+    start, end = int(log.time[0]), int(log.time[-1]) + 1
+    if not start < task.test_from < end:
         raise UserError(
-            f"purchases: the log runs {_date(log.time[0])} to {_date(log.time[-1])}, which leaves no train or no test "
-            f"split around test_from {_date(task.test_from)} with {task.repurchase_days} days kept for labels; "
-            "move test_from or shorten repurchase_days"
+            f"purchases: the log runs {_date(start)} to {_date(end)}; test_from {_date(task.test_from)} leaves no "
+            "train or no test split; move test_from"
         )
-    return {
-        "train": (start, task.test_from - gap),
-        "validation": (task.test_from - gap, task.test_from),
-        "test": (task.test_from, end),
-    }
+    return {"train": (start, task.test_from), "test": (task.test_from, end)}
 
 
 def describe(shop: Shop, task: Task) -> Schema:
@@ -299,7 +316,7 @@ def describe(shop: Shop, task: Task) -> Schema:
     log = shop.log
     product = Feature("product", rows=log.num_products, role="item")
     items = [product, *(replace(f, role="item") for f in shop.products)]
-    buyer = Feature(shop.buyer, rows=log.num_users, role="user")
+    buyer = Feature(shop.user_name, rows=log.num_users, role="user")
     roles = {"history": "user", **{name: "item" for name in names if name.startswith("product_")}}
     counts = [Feature(name, "dense", role=roles.get(name, "context"), optional=True) for name in names]
     purchases = Stream("purchase", (product, *shop.products, *shop.lines))
@@ -340,48 +357,61 @@ def _history(shop: Shop) -> tuple[np.ndarray, dict[str, np.ndarray]]:
 
 def _samples(shop: Shop, rows: Impressions, histories: dict) -> Iterator[dict[str, np.ndarray]]:
     """Sample columns, `ROWS_PER_WRITE` rows at a time (the features of all rows at once would take gigabytes)."""
-    first = shop.log.first_lines()
+    log = shop.log
     by_name = {f.name: values for f, values in shop.products.items()}
-    counts = Counts(shop.log, {name: by_name[name] for name in shop.counted})
-    cuts = {name: _cuts(lengths, columns["timestamp"], counts) for name, (lengths, columns) in histories.items()}
+    counts = Counts(log, {name: by_name[name] for name in shop.counted})
+    cuts = {name: _cuts(log, lengths, columns["timestamp"]) for name, (lengths, columns) in histories.items()}
     for start in range(0, len(rows.basket), ROWS_PER_WRITE):
         part = slice(start, start + ROWS_PER_WRITE)
         basket, product = rows.basket[part], rows.product[part]
-        user, line = counts.user[basket], first[basket]
-        columns = {"user": user, "timestamp": counts.time[basket]}
+        user, line = log.buyer[basket], log.first[basket]
+        columns = {"user": user, "timestamp": log.bought_at[basket]}
         columns |= {f"cut.{name}": cut[basket] for name, cut in cuts.items()}
-        columns |= {shop.buyer: user, "product": product}
+        columns |= {shop.user_name: user, "product": product}
         columns |= {f.name: values[user] for f, values in shop.users.items()}
         columns |= {f.name: values[product] for f, values in shop.products.items()}
         columns |= {f.name: values[line] for f, values in shop.contexts.items()}
         columns |= counts.features(basket, product)
-        columns |= {"click": rows.click[part].astype(np.float32), "convert": rows.convert[part].astype(np.float32)}
+        columns |= {"click": rows.click[part], "convert": rows.convert[part]}
         yield columns
 
 
-def _cuts(lengths: np.ndarray, times: np.ndarray, counts: Counts) -> np.ndarray:
+def _cuts(log: Log, lengths: np.ndarray, times: np.ndarray) -> np.ndarray:
     """Events of the buyer strictly before each basket, `[number of baskets]`; `times` is grouped by user, in order."""
-    start = min(int(times.min(initial=counts.time[0])), int(counts.time[0]))
-    span = int(counts.time[-1]) - start + 2
-    owner = np.repeat(np.arange(len(lengths)), lengths)
-    codes = owner * span + np.minimum(times - start, span - 1)
-    base = counts.user * span
-    return np.searchsorted(codes, base + counts.time - start) - np.searchsorted(codes, base)
+    start = min(int(times.min(initial=log.time[0])), int(log.time[0]))
+    span = int(log.time[-1]) - start + 2
+    codes = np.repeat(np.arange(len(lengths)), lengths) * span + np.minimum(times - start, span - 1)
+    base = log.buyer * span
+    return np.searchsorted(codes, base + log.bought_at - start) - np.searchsorted(codes, base)
 
 
 def _summarise(shop: Shop, schema: Schema, rows: Impressions) -> None:
     log = shop.log
     print(f"{schema.name}: {schema.source}")
-    print(f"  {log.num_users:,} {shop.buyer}s, {len(log.time):,} purchases of {log.num_products - 1:,} products")
-    time = log.time[log.first_lines()][rows.basket]
+    print(f"  {log.num_users:,} {shop.user_name}s, {len(log.time):,} purchases of {log.num_products - 1:,} products")
+    time = log.bought_at[rows.basket]
     for name, (start, end) in schema.splits.items():
         inside = (time >= start) & (time < end)
-        clicks = int(rows.click[inside].sum())
-        rate = rows.convert[inside].sum() / max(clicks, 1)
+        clicks = rows.click[inside] > 0
+        converted = rows.convert[inside][clicks]
+        known = converted[~np.isnan(converted)]
         print(
-            f"  {name:10s} {_date(start)} to {_date(end)}: {int(inside.sum()):,} samples, {clicks:,} clicks, "
-            f"{rate:.1%} of them convert"
+            f"  {name:6s}{_date(start)} to {_date(end)}: {len(clicks):,} samples, {clicks.sum():,} clicks; of "
+            f"{len(known):,} whose window has closed {known.mean() if len(known) else 0:.1%} convert"
         )
+
+
+def clock(local: np.ndarray) -> dict[Feature, np.ndarray]:
+    """Context features of local times in seconds: hour of the day, and weekday with Monday = 0."""
+    return {Feature("hour", rows=24): local // 3_600 % 24, Feature("weekday", rows=7): (local // DAY + 3) % 7}
+
+
+def seconds(day: str, option: str) -> int:
+    """Seconds of the start of a day given as YYYY-MM-DD; anything else raises UserError naming the option."""
+    try:
+        return int(np.datetime64(day, "s").astype(np.int64))
+    except ValueError as error:
+        raise UserError(f"{option} = {day!r}: wanted a day as YYYY-MM-DD, for example 2017-11-01") from error
 
 
 def _date(seconds: int) -> str:

@@ -22,12 +22,12 @@ from opengem.data.columns import (
     check_arrow_schema,
     event_columns,
     nearest,
-    readable,
     running_sum,
     sample_columns,
     to_arrow,
     to_numpy,
 )
+from opengem.data.files import UNFINISHED, File, check_room, make_room, open_files, parquet_writer, writable
 from opengem.data.schema import Schema
 from opengem.errors import UserError
 
@@ -38,14 +38,16 @@ ROW_GROUP = 65_536
 class Writer:
     """Writes a data set; `schema.json` comes last, so a killed import is not mistaken for a data set.
 
-    folder: made when missing. A folder with anything in it is refused unless `overwrite`, which removes the data set
-        in it (schema.json, events/*.parquet, samples/*.parquet) and nothing else.
+    folder: made when missing. A data set in it is replaced with `overwrite`, what a killed import left is replaced in
+        any case, and a folder that holds anything else is refused (UserError).
     Use it as a context manager: leaving it without an exception calls `close`.
     """
 
     def __init__(self, folder: Path | str, schema: Schema, overwrite: bool = False) -> None:
         self.folder, self.schema = Path(folder), schema
-        _make_room(self.folder, overwrite)
+        check_room(self.folder, overwrite)
+        with writable(self.folder):
+            make_room(self.folder)
         self._events: pq.ParquetWriter | None = None
         self._samples: pq.ParquetWriter | None = None
         self._pending: list[pa.Table] = []
@@ -76,9 +78,10 @@ class Writer:
                     raise UserError(f"{where}: {column.name!r} has {len(values)} values, lengths sum to {offsets[-1]}")
                 table[column.name] = to_arrow(Lists(offsets, np.asarray(values)), column, where)
         table = pa.table(table)
-        if self._events is None:
-            self._events = _parquet_writer(self.folder / "events", table.schema)
-        self._events.write_table(table, row_group_size=8_192)
+        with writable(self.folder):
+            if self._events is None:
+                self._events = parquet_writer(self.folder / "events", table.schema)
+            self._events.write_table(table, row_group_size=8_192)
         self.num_users += len(table)
 
     def write_samples(self, columns: dict[str, np.ndarray | Lists]) -> None:
@@ -110,21 +113,21 @@ class Writer:
         if self._events is None:
             self.write_events({s.name: _no_history(self.schema, s.name) for s in self.schema.streams}, [])
         self._flush()
-        self._events.close()
-        self._samples.close()
-        staging = self.folder / ".schema"
-        staging.mkdir(exist_ok=True)
-        self.schema.save(staging)
-        os.replace(staging / "schema.json", self.folder / "schema.json")
-        staging.rmdir()
+        with writable(self.folder):
+            self._events.close()
+            self._samples.close()
+            self.schema.save(self.folder / UNFINISHED)
+            os.replace(self.folder / UNFINISHED / "schema.json", self.folder / "schema.json")
+            (self.folder / UNFINISHED).rmdir()
 
     def _flush(self) -> None:
         if not self._pending:
             return
         table = pa.concat_tables(self._pending).combine_chunks()
-        if self._samples is None:
-            self._samples = _parquet_writer(self.folder / "samples", table.schema)
-        self._samples.write_table(table, row_group_size=ROW_GROUP)
+        with writable(self.folder):
+            if self._samples is None:
+                self._samples = parquet_writer(self.folder / "samples", table.schema)
+            self._samples.write_table(table, row_group_size=ROW_GROUP)
         self._pending = []
 
     def __enter__(self) -> Writer:
@@ -148,7 +151,7 @@ class Events:
     @classmethod
     def open(cls, folder: Path | str, schema: Schema, streams: Iterable[str] | None = None) -> Events:
         """Read `streams` (default: all) of `folder/events`, checking types, ranges and time order."""
-        files = _open_files(Path(folder) / "events")
+        files = open_files(Path(folder) / "events")
         wanted = {s.name: event_columns(schema, s.name) for s in schema.streams}
         for file in files:
             check_arrow_schema(file.schema_arrow, sum(wanted.values(), []), file.path, extra=("user",))
@@ -177,7 +180,7 @@ class Samples:
     def __init__(
         self,
         where: str,
-        files: list[_File],
+        files: list[File],
         columns: list[Column],
         splits: dict[str, tuple[int, int]],
         events: Events | None,
@@ -207,7 +210,7 @@ class Samples:
 
         columns: names to read (default: all). cached_rows: decoded rows kept for the next call.
         """
-        files = _open_files(Path(folder) / "samples")
+        files = open_files(Path(folder) / "samples")
         wanted = sample_columns(schema)
         for file in files:
             check_arrow_schema(file.schema_arrow, wanted, file.path)
@@ -293,49 +296,7 @@ class Samples:
         return int(self._starts[group]) + int(np.searchsorted(self._group(group)["timestamp"], second))
 
 
-class _File:
-    """An open Parquet file whose errors name it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        with readable(path):
-            self._file = pq.ParquetFile(path, page_checksum_verification=True)
-            self.schema_arrow = self._file.schema_arrow
-        meta = self._file.metadata
-        self.num_rows, self.num_groups = meta.num_rows, meta.num_row_groups
-        self._starts = running_sum(np.array([meta.row_group(g).num_rows for g in range(meta.num_row_groups)], np.int64))
-
-    def first_row(self, group: int) -> int:
-        return int(self._starts[group])
-
-    def group_rows(self, group: int) -> int:
-        return int(self._starts[group + 1] - self._starts[group])
-
-    def read_group(self, group: int, columns: list[str]) -> pa.Table:
-        with readable(self.path):
-            return self._file.read_row_group(group, columns=columns)
-
-    def time_range(self, group: int) -> tuple[int, int]:
-        """Smallest and largest timestamp, from the footer where it has them."""
-        meta = self._file.metadata.row_group(group)
-        at = next(i for i in range(meta.num_columns) if meta.column(i).path_in_schema == "timestamp")
-        statistics = meta.column(at).statistics
-        if statistics is not None and statistics.has_min_max:
-            return statistics.min, statistics.max
-        times = np.asarray(self.read_group(group, ["timestamp"])["timestamp"])
-        return int(times.min()), int(times.max())
-
-
-def _open_files(folder: Path) -> list[_File]:
-    if not folder.is_dir():
-        raise UserError(f"{folder} does not exist; make the data set with `opengem data ... --out {folder.parent}`")
-    paths = sorted(folder.glob("*.parquet"))
-    if not paths:
-        raise UserError(f"{folder} holds no .parquet file; make the data set again")
-    return [_File(path) for path in paths]
-
-
-def _read_lists(files: list[_File], column: Column) -> Lists:
+def _read_lists(files: list[File], column: Column) -> Lists:
     """One list column of all files, joined (one column at a time keeps the peak of memory low)."""
     parts = [
         to_numpy(file.read_group(g, [column.name])[column.name], column, file.path, file.first_row(g))
@@ -401,22 +362,6 @@ def _check_histories(columns: dict[str, np.ndarray], events: Events, place) -> N
                 f"{place(at)}: cut.{stream} shows an event of second {newest[bad.argmax()]}, after the sample's own "
                 f"timestamp {columns['timestamp'][at]}; lower the cut"
             )
-
-
-def _make_room(folder: Path, overwrite: bool) -> None:
-    if folder.is_file():
-        raise UserError(f"{folder} is a file, wanted a folder for the data set; choose another --out")
-    if folder.is_dir() and any(folder.iterdir()):
-        if not overwrite:
-            raise UserError(f"{folder} is not empty; choose another --out or add --overwrite")
-        for old in [folder / "schema.json", *folder.glob("events/*.parquet"), *folder.glob("samples/*.parquet")]:
-            old.unlink(missing_ok=True)
-    for part in ("events", "samples"):
-        (folder / part).mkdir(parents=True, exist_ok=True)
-
-
-def _parquet_writer(folder: Path, schema: pa.Schema) -> pq.ParquetWriter:
-    return pq.ParquetWriter(folder / "part-00000.parquet", schema, compression="zstd", write_page_checksum=True)
 
 
 def _no_unknown(names: Iterable[str], wanted: list[Column], where: str) -> None:

@@ -10,9 +10,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from opengem.config import SparseConfig
@@ -20,7 +20,8 @@ from opengem.data.batch import Batch, Embedded
 from opengem.data.schema import Feature, Schema
 from opengem.errors import UserError
 from opengem.jagged import Jagged
-from opengem.sparse.table import Table, Tables
+from opengem.sparse.lookup.reference import sum_bags
+from opengem.sparse.table import Piece, Tables
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,19 @@ def slots_of(schema: Schema, features: list[Feature], max_rows: int) -> list[Slo
     return [slot(key, feature, sequence) for key, feature, sequence in wanted if feature.kind in ("id", "ids")]
 
 
-def tables_of(slots: list[Slot]) -> list[Table]:
-    """One table for each name in use, in order of first use."""
-    return [Table(name, rows) for name, rows in {slot.table: slot.rows for slot in slots}.items()]
+def table_rows(slots: list[Slot]) -> dict[str, int]:
+    """Table -> rows stored, in order of first use."""
+    return {slot.table: slot.rows for slot in slots}
+
+
+def pieces_of(rows: dict[str, int]) -> list[Piece]:
+    """Whole tables one after the other: the numbering of all rows that routing starts from."""
+    ends = list(accumulate(rows.values(), initial=0))
+    return [Piece(name, 0, count, at) for (name, count), at in zip(rows.items(), ends, strict=False)]
+
+
+def row_dtype(config: SparseConfig) -> torch.dtype:
+    return getattr(torch, config.dtype)
 
 
 class IdReader:
@@ -77,9 +88,10 @@ class IdReader:
         inputs = [(batch.sequences if slot.sequence else batch.features).get(slot.key) for slot in self.slots]
         counts = [0 if x is None else _values(x).shape[0] for x in inputs]
         ids = torch.cat([_values(x) for x in inputs if x is not None] or [self.rows.new_empty(0)])
+        pinned = torch.tensor(counts, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         slot = torch.repeat_interleave(
             torch.arange(len(counts), device=self.device),
-            torch.tensor(counts, device=self.device, dtype=torch.int64),
+            pinned.to(self.device, non_blocking=True),
             output_size=sum(counts),
         )
         if ids.shape[0]:
@@ -133,7 +145,7 @@ class Leaves:
         counts = [0 if x is None else _values(x).shape[0] for x in inputs]
         for slot, x, part in zip(slots, inputs, vectors.split(counts), strict=True):
             if x is not None:
-                leaf = (pool(part, x.offsets) if slot.pooled else part).detach()
+                leaf = (pool(part, x) if slot.pooled else part).detach()
                 self.parts.append((slot, x, leaf.requires_grad_(torch.is_grad_enabled())))
         self.embedded = Embedded(
             sequences={slot.key: x.with_values(leaf) for slot, x, leaf in self.parts if slot.sequence},
@@ -152,43 +164,108 @@ class Leaves:
         return torch.cat(grads)
 
 
+class LocalRouter:
+    """Every row is here: routing is the identity. `sharded.AllToAllRouter` has the same methods over a group."""
+
+    def send_ids(self, rows: Tensor) -> Route:
+        """rows: int64 `[N]` in the numbering of all tables. The route, whose `rows` are to be looked up here."""
+        return Route(rows)
+
+    def vectors(self, route: Route, found: Tensor) -> Tensor:
+        """What `storage.lookup(route.rows)` found -> `[N, dim]` for the ids this process asked for."""
+        return found
+
+    def grads(self, route: Route, grads: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients `[N, dim]` of this process's ids -> (rows kept here, gradients) ready for `storage.update`."""
+        return route.rows, grads
+
+    def agree(self, flag: Tensor) -> Tensor:
+        """0-dim bool: whether `flag` holds on every process."""
+        return flag
+
+    def gather(self, own: Tensor) -> Tensor:
+        """The sum of `own` over all processes."""
+        return own
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where the ids of one batch go. rows: int64 `[M]`, the rows asked of this process's storage."""
+
+    rows: Tensor
+
+
+@dataclass(frozen=True)
+class Distributed:
+    """A batch whose ids have reached the processes that keep the rows (`EmbeddingCollection.distribute`)."""
+
+    inputs: list[Jagged | Tensor | None]
+    route: Route
+
+
 class EmbeddingCollection:
     """One table per schema table in use, looked up for every id input of a batch.
 
     features: the sample features that are model inputs; every id attribute of the streams is an input as well.
     Tables larger than `config.max_rows` (when > 0) are hashed to that many rows by modulo.
+    router, storage: where the rows are; left out, all are on this device. `sharded.shard` makes them for a mesh.
+    Over several processes every method but `check`, `collisions` and `num_bytes` is collective: all ranks call it
+    alike, with however many samples each of them has.
     """
 
     def __init__(
-        self, schema: Schema, features: list[Feature], config: SparseConfig, device: torch.device | str, seed: int
+        self,
+        schema: Schema,
+        features: list[Feature],
+        config: SparseConfig,
+        device: torch.device | str,
+        seed: int,
+        router: LocalRouter | None = None,
+        storage: Tables | None = None,
     ) -> None:
         self.slots = slots_of(schema, features, config.max_rows)
         self.dim, self.config = config.dim, config
         self.reader = IdReader(self.slots, device)
-        self.tables = Tables(tables_of(self.slots), config.dim, device, eps=config.eps)
-        self.first = torch.tensor([self.tables.first[slot.table] for slot in self.slots], device=device)
-        self.pending: list[tuple[Tensor, Leaves]] = []
+        self.rows = table_rows(self.slots)
+        whole = pieces_of(self.rows)
+        self.router = router or LocalRouter()
+        total = sum(self.rows.values())
+        self.storage = storage or Tables(whole, total, config.dim, device, eps=config.eps, dtype=row_dtype(config))
+        first = {piece.table: piece.at for piece in whole}
+        self.first = torch.tensor([first[slot.table] for slot in self.slots], device=device, dtype=torch.int64)
+        self.pending: list[tuple[Route, Leaves]] = []
         self.reinitialise(seed)
 
     def __call__(self, batch: Batch) -> Embedded:
         """Look every id up. With gradients enabled the values are leaves, remembered until `step` or `discard`."""
+        return self.lookup(self.distribute(batch))
+
+    def distribute(self, batch: Batch) -> Distributed:
+        """Check the ids and send them to where the rows are. Needs no rows, so it may run ahead of the last update."""
         inputs, slot, rows = self.reader(batch)
-        rows = rows + self.first[slot]
-        leaves = Leaves(self.slots, inputs, self.tables.lookup(rows))
+        return Distributed(inputs, self.router.send_ids(rows + self.first[slot]))
+
+    def lookup(self, ids: Distributed) -> Embedded:
+        """The second half of a call."""
+        vectors = self.router.vectors(ids.route, self.storage.lookup(ids.route.rows))
+        leaves = Leaves(self.slots, ids.inputs, vectors)
         if torch.is_grad_enabled():
-            self.pending.append((rows, leaves))
+            self.pending.append((ids.route, leaves))
         return leaves.embedded
 
     def finite(self) -> Tensor:
-        """0-dim bool on the device: whether every gradient since the last step is finite."""
+        """0-dim bool on the device: whether every gradient since the last step is finite, on every process."""
         checks = [grad.isfinite().all() for _, leaves in self.pending for grad in leaves.grads()]
-        return torch.stack(checks).all() if checks else torch.tensor(True, device=self.reader.device)
+        return self.router.agree(torch.stack(checks).all() if checks else torch.tensor(True, device=self.reader.device))
 
     def step(self, lr: float) -> None:
         """Exact row-wise Adagrad on the rows looked up since the last call, from the leaves' `.grad`."""
         if self.pending:
-            rows = torch.cat([rows for rows, _ in self.pending])
-            self.tables.update(rows, torch.cat([leaves.per_id() for _, leaves in self.pending]), lr)
+            arrived = [self.router.grads(route, leaves.per_id()) for route, leaves in self.pending]
+            rows, grads = (torch.cat(parts) for parts in zip(*arrived, strict=True))
+            self.storage.update(rows, grads, lr)
+            if self.config.check_replicas:
+                self.storage.assert_equal()
         self.discard()
 
     def discard(self) -> None:
@@ -206,25 +283,59 @@ class EmbeddingCollection:
     def reinitialise(self, seed: int) -> None:
         """Fresh rows and state."""
         self.discard()
-        self.tables.initialise(self.config.init_std, seed)
+        self.storage.initialise(self.config.init_std, seed)
 
     def num_bytes(self) -> int:
-        """Persistent bytes of rows and optimiser state."""
-        return self.tables.num_bytes()
+        """Persistent bytes of rows and optimiser state in this process."""
+        return self.storage.num_bytes()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """{"weight": {table: [rows, dim]}, "moment": {table: [rows]}}, views of the live tensors."""
-        return self.tables.state_dict()
+        """{"weight": {table: [rows, dim]}, "moment": {table: [rows]}, "step": {"updates": int}}: whole tables.
+
+        Views of the live tensors in one process, gathered copies over several (`checkpoint.save` writes pieces
+        instead, for tables that no process can hold).
+        """
+        state = {"weight": self._whole(self.storage.weight), "moment": self._whole(self.storage.moment)}
+        return {**state, "step": {"updates": torch.tensor(self.storage.updates)}}
+
+    def _whole(self, tensor: Tensor) -> dict[str, Tensor]:
+        if isinstance(self.router, LocalRouter):
+            return {piece.table: piece.of(tensor) for piece in self.storage.pieces}
+        found = {}
+        for name, rows in self.rows.items():
+            own = tensor.new_zeros(rows, *tensor.shape[1:])
+            for piece in self.storage.pieces:
+                if piece.table == name and self.storage.saves():
+                    own[piece.first : piece.first + piece.rows] = piece.of(tensor)
+            found[name] = self.router.gather(own)
+        return found
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
-        """Copy in what `state_dict` gave; UserError names a table that is missing or has another shape."""
+        """Copy in what any `state_dict` gave, whatever the number of processes was.
+
+        UserError names a table that is missing or has another shape; nothing is copied then.
+        """
         self.discard()
-        self.tables.load_state_dict(state)
+        for kind, shape in (("weight", (self.dim,)), ("moment", ())):
+            for name, rows in self.rows.items():
+                _check_part(state, kind, name, [rows, *shape])
+        for piece in self.storage.pieces:
+            for kind, tensor in (("weight", self.storage.weight), ("moment", self.storage.moment)):
+                piece.of(tensor).copy_(state[kind][piece.table][piece.first : piece.first + piece.rows])
+        self.storage.updates = int(state["step"]["updates"])
 
 
-def pool(vectors: Tensor, offsets: Tensor) -> Tensor:
-    """`[B, dim]`: the sum of each sample's vectors (`vectors` `[T, dim]`, `offsets` int64 `[B + 1]`); empty gives 0."""
-    if vectors.shape[0] == 0:
-        return vectors.new_zeros(offsets.shape[0] - 1, vectors.shape[1])
-    every = torch.arange(vectors.shape[0], device=vectors.device)
-    return F.embedding_bag(every, vectors, offsets, mode="sum", include_last_offset=True)
+def _check_part(state: dict[str, dict[str, Tensor]], kind: str, name: str, shape: list[int]) -> None:
+    given = state.get(kind, {}).get(name)
+    if given is None:
+        raise UserError(f"checkpoint: no {kind} of table {name!r}; was it saved with the same schema?")
+    if list(given.shape) != shape:
+        raise UserError(
+            f"checkpoint: {kind} of table {name!r} is {list(given.shape)}, wanted {shape}; "
+            "use the schema, sparse.dim and sparse.max_rows it was saved with"
+        )
+
+
+def pool(vectors: Tensor, lists: Jagged) -> Tensor:
+    """`[B, dim]`: the sum of the vectors `[T, dim]` of each sample's ids; 0 for a sample without any."""
+    return sum_bags(vectors, torch.arange(vectors.shape[0], device=vectors.device), lists.offsets)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import zlib
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 _LOW = 0xFFFFFFFF
-_CHUNK = 1 << 22  # elements drawn at a time: bounds the int64 temporaries to a few hundred MB
+_CHUNK = {"cpu": 1 << 15, "cuda": 1 << 24}  # elements drawn at a time: the int64 temporaries stay in cache, or small
 
 
 def key(*parts: str | int) -> int:
@@ -22,7 +23,12 @@ def key(*parts: str | int) -> int:
     return zlib.crc32("/".join(map(str, parts)).encode())
 
 
-def bits(key: int, element: Tensor) -> Tensor:
+def step_keys(keys: Tensor, step: int) -> Tensor:
+    """Keys (int64 tensor) of one step from keys of parameters."""
+    return _mix(keys ^ (step & _LOW))
+
+
+def bits(key: int | Tensor, element: Tensor) -> Tensor:
     """Uniform 32-bit numbers in an int64 tensor; `element` int64, any shape, >= 0. Two rounds of a 32-bit finaliser."""
     return _mix((element & _LOW) ^ _mix((element >> 32) ^ key) & _LOW)
 
@@ -35,9 +41,9 @@ def _mix(x: Tensor) -> Tensor:
 
 def fill_normal(out: Tensor, key: int, first_row: int, std: float) -> None:
     """Fill `out` `[rows, dim]` with N(0, std²): row i gets what row `first_row + i` of the whole table gets."""
-    flat, start = out.view(-1), first_row * out.shape[1]
-    for begin in range(0, flat.shape[0], _CHUNK):
-        part = flat[begin : begin + _CHUNK]
+    flat, start, chunk = out.view(-1), first_row * out.shape[1], _CHUNK[out.device.type]
+    for begin in range(0, flat.shape[0], chunk):
+        part = flat[begin : begin + chunk]
         element = torch.arange(start + begin, start + begin + part.shape[0], device=out.device)
         radius = ((bits(key, 2 * element) + 0.5) / 2**32).log().mul(-2).sqrt()
         angle = bits(key, 2 * element + 1) * (2 * math.pi / 2**32)
@@ -61,3 +67,36 @@ def stochastic_round(x: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
         steps = (x.abs() * 2**24 + (noise & 0x1FFF) / 2**13).floor() * 2**-24
         rounded = torch.where(x.abs() < 2**-14, steps.copysign(x), rounded).clamp(-limit, limit)
     return rounded.to(dtype)
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """The noise of stochastic rounding for a matrix that holds runs of several tables.
+
+    starts: int64 `[P]`, first row of each run in the matrix, ascending. shifts: add to a row of the matrix to get the
+    row of the whole table. keys: of the table. The noise of an element so depends on (table, step, element) alone.
+    """
+
+    starts: Tensor
+    shifts: Tensor
+    keys: Tensor
+
+    @classmethod
+    def of(cls, runs: list[tuple[str, int, int]], device: torch.device | str) -> Rounding:
+        """From (table, first row in the table, first row in the matrix) of each run, in order of the matrix."""
+        columns = [(at, first - at, key("round", table)) for table, first, at in runs] or [(0, 0, 0)]
+        return cls(*torch.tensor(columns, device=device).T.contiguous())
+
+    def at_step(self, step: int | None) -> tuple[Tensor, Tensor, Tensor]:
+        """(starts, shifts, keys of that step); None where no number will be drawn."""
+        return self.starts, self.shifts, self.keys if step is None else step_keys(self.keys, step)
+
+    def __call__(self, values: Tensor, rows: Tensor, dtype: torch.dtype, step: int) -> Tensor:
+        """float32 `values` `[N, D]` of rows int64 `[N]` of the matrix, in `dtype`."""
+        if dtype == torch.float32:
+            return values
+        run = torch.searchsorted(self.starts, rows, right=True) - 1
+        columns = torch.arange(values.shape[1], device=rows.device)
+        element = (rows + self.shifts[run])[:, None] * values.shape[1] + columns
+        keys = step_keys(self.keys, step)[run]
+        return stochastic_round(values, dtype, bits(keys[:, None], element))

@@ -18,7 +18,7 @@ SCORE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # scores held at a time: wha
 
 
 def tiles(offsets: Tensor, rows: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(first row, live rows, position of the first row in its sample), int64 `[tiles]`; spare tiles have no live row."""
+    """(first row, live rows, position of the first row in its sample), int64 `[tiles]`; spare tiles hold no row."""
     batch = offsets.shape[0] - 1
     offsets = offsets.long()
     first_tile = offsets[:-1] // block + torch.arange(batch, device=offsets.device)

@@ -69,9 +69,9 @@ def _gelu_poly(x: Tensor) -> Tensor:
 
 
 def _gelu_poly_derivative(x: Tensor) -> Tensor:
+    """1/2 + P(c) + c P'(c): right outside the clamp too, where P' is 0."""
     c = x.clamp(-POLY_CLAMP, POLY_CLAMP)
-    slope = _horner(tuple((2 * i + 1) * a for i, a in enumerate(POLY)), c * c)
-    return 0.5 + c * _horner(POLY, c * c) + torch.where(x.abs() < POLY_CLAMP, x * slope, torch.zeros_like(x))
+    return 0.5 + c * _horner(tuple((2 * i + 2) * a for i, a in enumerate(POLY)), c * c)
 
 
 def _gelu_taylor6(x: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 def gdpa(
     q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, kv_offsets: Tensor | None = None, *,
     max_q: int, max_kv: int | None = None, activation: str = "gelu", scale: float = 1.0, shared_q: bool = False,
+    schedule: Tensor | None = None,
 ) -> Tensor:
     """Generalised dot-product attention, `act(q kᵀ · scale) v` inside each sample of a jagged batch.
 
@@ -34,6 +35,7 @@ def gdpa(
     scale: a constant factor on the scores (a temperature is `1 / scale`).
     shared_q: q is `[S, H, D]`, the same S queries for every sample (learned seeds). `q_offsets` is then None or
         `arange(B + 1) * S`, and `kv_offsets` is needed.
+    schedule: what `gdpa_schedule` made for these very offsets, to be shared by layers; made here if left out.
 
     `gelu_taylor6` is a series that diverges outside |x| <= 1.25. Its precondition is part of the op: rows of q and k
     are L2-normalised first, so that |scores| <= |scale|, and |scale| must be at most 1.25.
@@ -48,11 +50,26 @@ def gdpa(
     q_offsets, kv_offsets, max_kv = _complete(q, q_offsets, kv_offsets, max_q, max_kv, shared_q)
     _check_tensors(q, k, v, q_offsets, kv_offsets, shared_q)
     _check_options(activation, scale)
+    schedule = kv_offsets.new_empty(0, dtype=torch.int32) if schedule is None else schedule
     if activation == "gelu_taylor6":
         q, k = _normalised(q), _normalised(k)
     return torch.ops.opengem.gdpa_fwd(
-        q, k, v, q_offsets, kv_offsets, max_q, max_kv, activation, float(scale), shared_q
+        q, k, v, q_offsets, kv_offsets, schedule, max_q, max_kv, activation, float(scale), shared_q
     )
+
+
+def gdpa_schedule(
+    q: Tensor, k: Tensor, q_offsets: Tensor | None, kv_offsets: Tensor | None = None, *, max_q: int,
+    shared_q: bool = False,
+) -> Tensor:
+    """The tiles of a jagged batch, longest work first: int32, made on the device without a host sync.
+
+    Arguments as in `gdpa` (of q and k only the shapes matter). Give the result to every `gdpa` call of the step that
+    has the same offsets, `max_q`, row counts and head dimension; a call with other sizes is refused.
+    """
+    q_offsets, kv_offsets, _ = _complete(q, q_offsets, kv_offsets, max_q, 0, shared_q)
+    _check_tensors(q, k, k, q_offsets, kv_offsets, shared_q)
+    return torch.ops.opengem.gdpa_schedule(q, k, q_offsets, kv_offsets, max_q, shared_q)
 
 
 def _normalised(x: Tensor) -> Tensor:
@@ -141,47 +158,96 @@ def _check_contents(q, k, q_offsets, kv_offsets, max_q, max_kv, shared_q):
 # ---- custom ops --------------------------------------------------------------------------------------------------
 
 
-def _implementation(q: Tensor, activation: str, shared_q: bool) -> str:
+def _implementation(q: Tensor, activation: str = "gelu", shared_q: bool = False) -> str:
     facts = {"dtype": q.dtype, "head_dim": q.shape[2], "activation": activation, "shared_q": shared_q}
     return backend.implementation("gdpa", q.device, **facts)
 
 
+def _schedule_size(q: Tensor, k: Tensor, kv_offsets: Tensor, shared_q: bool) -> int:
+    """Three counts, and four numbers for each tile there can be (query tiles have 128 rows, key tiles at least 64)."""
+    batch = kv_offsets.shape[0] - 1
+    q_rows = batch * q.shape[0] if shared_q else q.shape[0]
+    return 4 + 4 * ((q_rows + 127) // 128 + (k.shape[0] + 63) // 64 + 3 * batch)
+
+
+@torch.library.custom_op("opengem::gdpa_schedule", mutates_args=())
+def _schedule(q: Tensor, k: Tensor, q_offsets: Tensor, kv_offsets: Tensor, max_q: int, shared_q: bool) -> Tensor:
+    size = _schedule_size(q, k, kv_offsets, shared_q)
+    if _implementation(q) == "reference":
+        return kv_offsets.new_zeros(size, dtype=torch.int32)
+    from opengem.kernels.gdpa import launch
+
+    return launch.deal(q, k, q_offsets, kv_offsets, size, max_q, shared_q)
+
+
+@_schedule.register_fake
+def _(q, k, q_offsets, kv_offsets, max_q, shared_q):
+    return kv_offsets.new_empty(_schedule_size(q, k, kv_offsets, shared_q), dtype=torch.int32)
+
+
 @torch.library.custom_op("opengem::gdpa_fwd", mutates_args=())
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, max_q: int, max_kv: int,
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, schedule: Tensor, max_q: int, max_kv: int,
     activation: str, scale: float, shared_q: bool,
 ) -> Tensor:
     if q.device.type == "cpu":
         _check_contents(q, k, q_offsets, kv_offsets, max_q, max_kv, shared_q)
-    return reference.forward(q, k, v, q_offsets, kv_offsets, max_q, max_kv, activation, scale, shared_q)
+    options = (max_q, max_kv, activation, scale, shared_q)
+    implementation = _implementation(q, activation, shared_q)
+    if implementation == "reference":
+        return reference.forward(q, k, v, q_offsets, kv_offsets, *options)
+    from opengem.kernels.gdpa import launch
+
+    schedule = _schedule_of(q, k, q_offsets, kv_offsets, schedule, max_q, shared_q)
+    return launch.forward(q, k, v, q_offsets, kv_offsets, schedule, *options, gluon=implementation == "gluon")
+
+
+def _schedule_of(q, k, q_offsets, kv_offsets, schedule, max_q, shared_q) -> Tensor:
+    size = _schedule_size(q, k, kv_offsets, shared_q)
+    if not schedule.numel():
+        from opengem.kernels.gdpa import launch
+
+        return launch.deal(q, k, q_offsets, kv_offsets, size, max_q, shared_q)
+    if schedule.numel() != size:
+        raise ValueError(f"gdpa: the schedule has {schedule.numel()} elements, wanted {size}; make it for these sizes")
+    return schedule
 
 
 @_forward.register_fake
-def _(q, k, v, q_offsets, kv_offsets, max_q, max_kv, activation, scale, shared_q):
+def _(q, k, v, q_offsets, kv_offsets, schedule, max_q, max_kv, activation, scale, shared_q):
     rows = (kv_offsets.shape[0] - 1) * q.shape[0] if shared_q else q.shape[0]
     return q.new_empty(rows, q.shape[1], q.shape[2])
 
 
 @torch.library.custom_op("opengem::gdpa_bwd", mutates_args=())
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, max_q: int, max_kv: int,
-    activation: str, scale: float, shared_q: bool,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, schedule: Tensor,
+    max_q: int, max_kv: int, activation: str, scale: float, shared_q: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return reference.backward(grad, q, k, v, q_offsets, kv_offsets, max_q, max_kv, activation, scale, shared_q)
+    options = (max_q, max_kv, activation, scale, shared_q)
+    implementation = _implementation(q, activation, shared_q)
+    if implementation == "reference":
+        return reference.backward(grad, q, k, v, q_offsets, kv_offsets, *options)
+    from opengem.kernels.gdpa import launch
+
+    schedule = _schedule_of(q, k, q_offsets, kv_offsets, schedule, max_q, shared_q)
+    return launch.backward(
+        grad, q, k, v, q_offsets, kv_offsets, schedule, *options, gluon=implementation == "gluon"
+    )
 
 
 @_backward.register_fake
-def _(grad, q, k, v, q_offsets, kv_offsets, max_q, max_kv, activation, scale, shared_q):
+def _(grad, q, k, v, q_offsets, kv_offsets, schedule, max_q, max_kv, activation, scale, shared_q):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:5])
-    ctx.options = inputs[5:]
+    ctx.save_for_backward(*inputs[:6])
+    ctx.options = inputs[6:]
 
 
 def _autograd(ctx, grad):
-    return *torch.ops.opengem.gdpa_bwd(grad, *ctx.saved_tensors, *ctx.options), *[None] * 7
+    return *torch.ops.opengem.gdpa_bwd(grad, *ctx.saved_tensors, *ctx.options), *[None] * 8
 
 
 _forward.register_autograd(_autograd, setup_context=_setup_context)
@@ -191,7 +257,7 @@ _forward.register_autograd(_autograd, setup_context=_setup_context)
 
 
 @register_flop_formula(torch.ops.opengem.gdpa_fwd, get_raw=True)
-def _forward_flops(q, k, v, q_offsets, kv_offsets, max_q, max_kv, activation, scale, shared_q, *args, **kwargs) -> int:
+def _forward_flops(q, k, v, q_offsets, kv_offsets, schedule, max_q, max_kv, activation, scale, shared_q, **kwargs):
     kv_lengths = kv_offsets.diff().tolist()
     q_lengths = [q.shape[0]] * len(kv_lengths) if shared_q else q_offsets.diff().tolist()
     return cost.flops(q_lengths, kv_lengths, q.shape[1], q.shape[2])

@@ -60,6 +60,8 @@ def jagged_flash_attention(
     values, relative = _bias_tensor(bias, q.shape[1] if q.dim() == 3 else 0)
     _check(q, k, v, q_offsets, kv_offsets, max_q, max_kv, left, right, values)
     scale = 1 / math.sqrt(q.shape[2]) if scale is None else float(scale)
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale must be a positive number, got {scale}; negate q instead of the scale")
     out, lse = _forward(q, k, v, q_offsets, kv_offsets, values, relative, max_q, max_kv, scale, left, right)
     return (out, lse) if return_lse else out
 
@@ -72,7 +74,7 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, bias: Tensor | None, relative: bool,
     max_q: int, max_kv: int, scale: float, left: int, right: int,
 ) -> tuple[Tensor, Tensor]:
-    kernels = _kernels(q, bias, relative)
+    kernels = _kernels(q, bias, relative, "forward")
     _check_offsets(q, k, q_offsets, kv_offsets, max_q, max_kv, None if relative else bias)
     options = Options(scale, left, right, bias is not None and not relative, relative)
     return kernels.forward(q, k, v, q_offsets, kv_offsets, bias, max_q, max_kv, options)
@@ -90,7 +92,7 @@ def _backward(
     q_offsets: Tensor, kv_offsets: Tensor, bias: Tensor | None, relative: bool,
     max_q: int, max_kv: int, scale: float, left: int, right: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    kernels = _kernels(q, bias, relative)
+    kernels = _kernels(q, bias, relative, "backward")
     options = Options(scale, left, right, bias is not None and not relative, relative)
     return kernels.backward(dout, dlse, q, k, v, out, lse, q_offsets, kv_offsets, bias, max_q, max_kv, options)
 
@@ -119,15 +121,19 @@ def _autograd(ctx, dout, dlse):
 _forward.register_autograd(_autograd, setup_context=_setup_context)
 
 
-def _kernels(q: Tensor, bias: Tensor | None, relative: bool):
-    """The module that runs these inputs: `reference`, `triton` or `gluon_sm90`."""
+def _kernels(q: Tensor, bias: Tensor | None, relative: bool, step: str):
+    """The module that runs `step` ("forward" or "backward") of these inputs."""
     kind = "none" if bias is None else "relative" if relative else "pair"
-    chosen = backend.implementation("jfa", q.device, dtype=q.dtype, head_dim=q.shape[2], bias=kind)
+    chosen = backend.implementation("jfa", q.device, dtype=q.dtype, head_dim=q.shape[2], bias=kind, step=step)
     if chosen == "reference":
         return reference
-    from opengem.kernels.jfa import triton
+    if chosen == "triton":
+        from opengem.kernels.jfa import triton
 
-    return triton
+        return triton
+    from opengem.kernels.jfa import gluon_sm90, gluon_sm90_backward
+
+    return gluon_sm90 if step == "forward" else gluon_sm90_backward
 
 
 # ---- useful FLOPs ----------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from opengem.kernels import backend
 from opengem.kernels.mx import reference
 from opengem.kernels.mx.tensor import FORMATS, MXTensor
 
@@ -29,7 +30,13 @@ def quantize_mx(x: Tensor, *, block: tuple[int, int] = (32, 32), format: str = "
 
 @torch.library.custom_op("opengem::quantize_mx", mutates_args=())
 def _quantize(x: Tensor, block: list[int], format: str) -> tuple[Tensor, Tensor, Tensor]:
-    data, scale = reference.quantize(x.contiguous(), (block[0], block[1]), format)
+    kind = backend.implementation("mx", x.device, dtype=x.dtype, block=tuple(block), format=format)
+    if kind == "reference":
+        data, scale = reference.quantize(x.contiguous(), (block[0], block[1]), format)
+    else:
+        from opengem.kernels.mx import triton
+
+        data, scale = triton.quantize(x)
     return data, scale, x.new_zeros(()).expand(x.shape)
 
 

@@ -67,8 +67,8 @@ def _check(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, resid
         raise ValueError(f'{op}: quantize must be None or "e4m3" with a matrix x, got {quantize!r} and {x.dim()} dims')
 
 
-def _implementation(x: Tensor, quantize: bool = False):
-    kind = backend.implementation("norm", x.device, dtype=x.dtype, width=x.shape[1], quantize=quantize)
+def _implementation(x: Tensor):
+    kind = backend.implementation("norm", x.device, dtype=x.dtype, width=x.shape[1])
     if kind == "reference":
         return reference
     from opengem.kernels.norm import triton
@@ -85,7 +85,7 @@ def _norm_fwd(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: T
 @torch.library.custom_op("opengem::norm_mx_fwd", mutates_args=())
 def _norm_mx_fwd(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
                  centered: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    run = _implementation(x, quantize=True).norm_quantize_forward
+    run = _implementation(x).norm_quantize_forward
     return *run(x, residual, weight, bias, eps, centered), x.new_zeros(()).expand(x.shape)
 
 
@@ -125,6 +125,7 @@ def _setup(ctx, inputs, output):
     x, residual, weight, bias, _, _ = inputs
     total, mean, rstd = output[-3:] if len(output) == 4 else output[2:5]
     ctx.save_for_backward(x if residual is None else total, weight, mean, rstd)
+    ctx.set_materialize_grads(False)  # an unused sum must not cost a pass over zeros
     ctx.has_residual = residual is not None
     ctx.bias_dtype = None if bias is None else bias.dtype
 
@@ -132,6 +133,7 @@ def _setup(ctx, inputs, output):
 def _backward(ctx, *grads):
     grad, grad_total = (grads[0], grads[1]) if len(grads) == 4 else (grads[5], grads[2])
     total, weight, mean, rstd = ctx.saved_tensors
+    grad = torch.zeros_like(total) if grad is None else grad
     has_bias = ctx.bias_dtype is not None
     grad_x, grad_weight, grad_bias = _norm_bwd(
         grad, grad_total if ctx.has_residual else None, total, weight, mean, rstd, has_bias)

@@ -108,9 +108,9 @@ def test_int32_offsets_and_bf16_sums_are_exact_in_fp32():
     (lambda: op.gather_rows(torch.zeros(3, 1), torch.tensor([3])), r"in \[0, 3\)"),
     (lambda: op.gather_rows(torch.zeros(3, 1), torch.tensor([0.5])), "int32 or int64"),
     (lambda: op.broadcast_add(torch.zeros(3, 1), torch.zeros(2, 1), torch.tensor([0, 3])), "dense must be"),
-    (lambda: op.concat_jagged(torch.zeros(1, 2), torch.zeros(1, 3), torch.tensor([0, 1]), torch.tensor([0, 1])), "rows"),
+    (lambda: op.concat_jagged(torch.zeros(1, 2), torch.zeros(1, 3), offsets([1]), offsets([1])), "rows"),
     (lambda: op.split_jagged(torch.zeros(1, 2), torch.tensor([0, 2]), torch.tensor([0, 0]), 2), "left_rows"),
-    (lambda: op.jagged_dense_bmm(torch.zeros(1, 2), torch.zeros(1, 3, 2), torch.tensor([0, 1]), max_length=1), "wanted"),
+    (lambda: op.jagged_dense_bmm(torch.zeros(1, 2), torch.zeros(1, 3, 2), offsets([1]), max_length=1), "wanted"),
 ])
 def test_errors_name_the_argument(call, message):
     with pytest.raises(ValueError, match=message):

@@ -7,9 +7,9 @@ import torch
 from opengem.kernels.jfa.op import PairBias
 
 
-def attention(q, k, v, q_lengths, kv_lengths, *, scale=None, causal=False, window=None, bias=None):
-    """(out, lse) in fp64, differentiable. Arguments as for the op, lengths as lists."""
-    q, k, v = q.double(), k.double(), v.double()
+def attention(q, k, v, q_lengths, kv_lengths, *, scale=None, causal=False, window=None, bias=None, dtype=torch.float64):
+    """(out, lse) computed in `dtype`, differentiable. Arguments as for the op, lengths as lists."""
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     scale = q.shape[2] ** -0.5 if scale is None else scale
     group = q.shape[1] // k.shape[1]
     out, lse, q_at, k_at, cell = [], [], 0, 0, 0
@@ -20,11 +20,11 @@ def attention(q, k, v, q_lengths, kv_lengths, *, scale=None, causal=False, windo
             keys = k[k_at : k_at + n, h // group]
             score = scale * q[q_at : q_at + m, h] @ keys.T
             if isinstance(bias, PairBias):
-                score = score + bias.values[h, cell : cell + m * n].double().view(m, n)
+                score = score + bias.values[h, cell : cell + m * n].to(dtype).view(m, n)
             elif bias is not None:
                 radius = bias.table.shape[1] // 2
-                distance = torch.arange(n)[None] - (torch.arange(m)[:, None] + n - m)
-                score = score + bias.table[h].double()[distance.clamp(-radius, radius) + radius]
+                distance = torch.arange(n, device=q.device) - (torch.arange(m, device=q.device)[:, None] + n - m)
+                score = score + bias.table[h].to(dtype)[distance.clamp(-radius, radius) + radius]
             alive = seen.any(1)
             safe = score.masked_fill(~seen, float("-inf")).masked_fill(~alive[:, None], 0)
             p = safe.softmax(-1) * alive[:, None] if n else score

@@ -25,9 +25,9 @@ OPTIONS = {
 }
 
 
-def make(name, heads=4, kv_heads=2, dim=8, bias=None, dtype=torch.float64, seed=0):
-    """Leaves q, k, v and the bias tensor of a grid case."""
-    m, n = grid.case(name)
+def make(name, heads=4, kv_heads=2, dim=8, bias=None, dtype=torch.float64, seed=0, device="cpu"):
+    """Leaves q, k, v and the bias tensor of a grid case, of a list of lengths, or of a pair of lists."""
+    m, n = grid.case(name) if isinstance(name, str) else name if isinstance(name, tuple) else (name, name)
     torch.manual_seed(seed)
     q, k, v = torch.randn(sum(m), heads, dim), torch.randn(sum(n), kv_heads, dim), torch.randn(sum(n), kv_heads, dim)
     tensor = None
@@ -35,15 +35,15 @@ def make(name, heads=4, kv_heads=2, dim=8, bias=None, dtype=torch.float64, seed=
         tensor = torch.randn(heads, sum(a * b for a, b in zip(m, n, strict=True)))
     elif bias == "relative":
         tensor = torch.randn(heads, 13)
-    return [None if x is None else x.to(dtype).requires_grad_() for x in (q, k, v, tensor)], m, n
+    return [None if x is None else x.to(device, dtype).requires_grad_() for x in (q, k, v, tensor)], m, n
 
 
 def run(leaves, m, n, bias=None, **options):
     q, k, v, tensor = leaves
     bias = {"pair": PairBias, "relative": RelativeBias}[bias](tensor) if bias else None
     return jagged_flash_attention(
-        q, k, v, grid.offsets(m), grid.offsets(n), max_q=max(m, default=0), max_kv=max(n, default=0), bias=bias,
-        return_lse=True, **options)
+        q, k, v, grid.offsets(m, q.device), grid.offsets(n, q.device), max_q=max(m, default=0),
+        max_kv=max(n, default=0), bias=bias, return_lse=True, **options)
 
 
 def truth(leaves, m, n, bias=None, **options):
@@ -54,7 +54,7 @@ def truth(leaves, m, n, bias=None, **options):
 def gradients(out, lse, leaves):
     """Of a fixed random weighting of the outputs; rows without keys have log-sum-exp -inf and take no part."""
     torch.manual_seed(1)
-    wo, wl = torch.randn(out.shape, dtype=torch.float64), torch.randn(lse.shape, dtype=torch.float64)
+    wo, wl = torch.randn(out.shape).to(out.device), torch.randn(lse.shape).to(out.device)
     loss = (out * wo).sum() + torch.where(lse.isinf(), 0, lse * wl).sum()
     return torch.autograd.grad(loss, [x for x in leaves if x is not None], materialize_grads=True)
 
@@ -216,6 +216,7 @@ def _inputs(**changes):
     ({"q_offsets": torch.tensor([0, 5, 4])}, {"max_q": 9}, "must not decrease"),
     ({}, {"max_q": 2}, "max_q is 2, but sample 1 has 3 rows"),
     ({}, {"window": (-2, 0)}, "window must be"),
+    ({}, {"scale": 0.0}, "scale must be a positive number"),
     ({}, {"bias": torch.zeros(2, 3)}, "bias must be PairBias"),
     ({}, {"bias": PairBias(torch.zeros(1, 10))}, "one row per query head"),
     ({}, {"bias": PairBias(torch.zeros(2, 9))}, "= 10 columns, got 9"),

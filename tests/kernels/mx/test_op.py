@@ -18,7 +18,8 @@ def test_scale_rounds_up_so_that_nothing_saturates():
     assert float(mx.data[3, 5]) == 256.0 and float(mx.dequantize()[3, 5]) == 512.0
 
 
-@pytest.mark.parametrize(("amax", "exponent"), [(448.0, 0), (448.0001, 1), (256.0, 0), (1.75, -8), (1.0, -8), (1.76, -7)])
+@pytest.mark.parametrize(
+    ("amax", "exponent"), [(448.0, 0), (448.0001, 1), (256.0, 0), (1.75, -8), (1.0, -8), (1.76, -7)])
 def test_scale_exponents_on_and_beside_powers_of_two(amax, exponent):
     assert int(quantize_mx(torch.full((4, 4), amax)).scale) == exponent + 127
 
@@ -48,7 +49,8 @@ def test_round_trip_error_is_within_half_a_step(shape, magnitude):
 def test_the_transpose_has_the_same_bytes():
     x = torch.randn(70, 40)
     ours, direct = quantize_mx(x).t(), quantize_mx(x.t())
-    assert torch.equal(ours.data.view(torch.uint8), direct.data.view(torch.uint8)) and torch.equal(ours.scale, direct.scale)
+    assert torch.equal(ours.data.view(torch.uint8), direct.data.view(torch.uint8))
+    assert torch.equal(ours.scale, direct.scale)
 
 
 def test_zero_negative_zero_subnormal_and_non_finite_blocks():

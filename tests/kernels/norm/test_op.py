@@ -74,9 +74,9 @@ def test_quantised_output_equals_the_unfused_pair_and_passes_gradients_through(k
 def test_errors_name_the_argument():
     x = torch.randn(4, 8)
     for change, message in [
-        (dict(weight=torch.ones(7)), "weight must be"), (dict(bias=torch.ones(8, 1)), "bias must be"),
-        (dict(residual=x.double()), "residual is torch.float64"), (dict(residual=x[:2]), "residual must have"),
-        (dict(quantize="int8"), "quantize must be"),
+        ({"weight": torch.ones(7)}, "weight must be"), ({"bias": torch.ones(8, 1)}, "bias must be"),
+        ({"residual": x.double()}, "residual is torch.float64"), ({"residual": x[:2]}, "residual must have"),
+        ({"quantize": "int8"}, "quantize must be"),
     ]:
         with pytest.raises(ValueError, match=message):
             rms_norm(x, **change)

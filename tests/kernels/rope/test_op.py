@@ -56,17 +56,17 @@ def test_bf16_gradcheck_and_int32_offsets():
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (dict(x=torch.zeros(3, 8)), r"\[T, H, D\]|even head dim"),
-    (dict(cos=torch.zeros(2, 4), sin=torch.zeros(2, 4)), "2 positions, the longest sample may have 3"),
-    (dict(max_length=2), "more than max_length 2"),
-    (dict(cos=torch.zeros(9, 3)), "even head dim"),
-    (dict(sin=torch.zeros(9, 4).double()), "float32"),
-    (dict(offsets=torch.tensor([0, 2])), "offsets run from 0 to 2"),
-    (dict(offsets=torch.tensor([0.0, 3.0])), "int32 or int64"),
+    ({"x": torch.zeros(3, 8)}, r"\[T, H, D\]|even head dim"),
+    ({"cos": torch.zeros(2, 4), "sin": torch.zeros(2, 4)}, "2 positions, the longest sample may have 3"),
+    ({"max_length": 2}, "more than max_length 2"),
+    ({"cos": torch.zeros(9, 3)}, "even head dim"),
+    ({"sin": torch.zeros(9, 4).double()}, "float32"),
+    ({"offsets": torch.tensor([0, 2])}, "offsets run from 0 to 2"),
+    ({"offsets": torch.tensor([0.0, 3.0])}, "int32 or int64"),
 ])
 def test_errors_name_the_argument(change, message):
     cos, sin = rope_tables(9, 8)
-    arguments = dict(x=torch.zeros(3, 1, 8), offsets=offsets([3]), cos=cos, sin=sin) | change
+    arguments = {"x": torch.zeros(3, 1, 8), "offsets": offsets([3]), "cos": cos, "sin": sin} | change
     with pytest.raises(ValueError, match=message):
         apply_rope(**arguments)
     with pytest.raises(ValueError, match="head_dim must be even"):

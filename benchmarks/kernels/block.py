@@ -1,0 +1,94 @@
+"""Block attention, with and without the fused rotary embedding, on a long-history batch: 1.4 M tokens, 1,152 samples.
+
+Bytes are those of `opengem.kernels.block.cost`: forward 4 and backward 7 passes over `[T, H, D]`. The chunk offsets
+that `varlen_attn` needs are made outside its time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from benchmarks.registry import Case
+from opengem.kernels.block import cost
+from opengem.kernels.block.op import block_attention
+from opengem.kernels.rope.op import apply_rope, rope_tables
+
+SAMPLES, LONGEST, FILL, HEADS, BLOCK = 1152, 4096, 0.3, 4, 64
+
+
+def lengths(samples: int = SAMPLES, longest: int = LONGEST, fill: float = FILL, seed: int = 0) -> Tensor:
+    """int64 `[samples]`, uniform with mean `fill * longest`."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, int(2 * fill * longest) + 1, (samples,), generator=generator).clamp(max=longest)
+
+
+def with_offsets(values: Tensor) -> Tensor:
+    return torch.cat([values.new_zeros(1), values.cumsum(0)])
+
+
+def chunk_offsets(sample_lengths: Tensor, block: int = BLOCK) -> Tensor:
+    """int32 offsets of the blocks taken as sequences of their own."""
+    blocks = [min(block, n - first) for n in sample_lengths.tolist() for first in range(0, n, block)]
+    return with_offsets(torch.tensor(blocks)).int()
+
+
+def make(device: torch.device, seed: int, dim: int) -> tuple:
+    """q, k, v, offsets, cos, sin, chunk offsets."""
+    torch.manual_seed(seed)
+    sizes = lengths()
+    shape = int(sizes.sum()), HEADS, dim
+    qkv = (torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    tables = rope_tables(LONGEST, dim, device=device)
+    return *qkv, with_offsets(sizes).to(device), *tables, chunk_offsets(sizes).to(device)
+
+
+def plain(q, k, v, offsets, cos, sin, chunks):
+    return block_attention(q, k, v, offsets, max_length=LONGEST)
+
+
+def fused(q, k, v, offsets, cos, sin, chunks):
+    return block_attention(q, k, v, offsets, max_length=LONGEST, rope=(cos, sin))
+
+
+def interleaved(q, k, v, offsets, cos, sin, chunks):
+    return block_attention(q, k, v, offsets, max_length=LONGEST, rope=(cos, sin, True))
+
+
+def pair(q, k, v, offsets, cos, sin, chunks):
+    q, k = (apply_rope(x, offsets, cos, sin, max_length=LONGEST) for x in (q, k))
+    return block_attention(q, k, v, offsets, max_length=LONGEST)
+
+
+def varlen(q, k, v, offsets, cos, sin, chunks):
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn(q, k, v, chunks, chunks, BLOCK, BLOCK)
+
+
+def varlen_after_rope(q, k, v, offsets, cos, sin, chunks):
+    q, k = (apply_rope(x, offsets, cos, sin, max_length=LONGEST) for x in (q, k))
+    return varlen(q, k, v, offsets, cos, sin, chunks)
+
+
+def _case(name: str, dim: int, ours, peers: dict, positions: int) -> Case:
+    sizes = lengths()
+    rows, flops = int(sizes.sum()), cost.flops(sizes.tolist(), HEADS, dim)
+    return Case(
+        op="block", name=name, make=lambda device, seed: make(device, seed, dim), ours=ours, peers=peers,
+        shape={"B": SAMPLES, "T": rows, "H": HEADS, "D": dim, "max": LONGEST, "fill": FILL, "block": BLOCK},
+        fwd_flops=flops, bwd_flops=int(cost.BACKWARD_KERNEL * flops),
+        fwd_bytes=cost.bytes(rows, HEADS, dim, positions=positions),
+        bwd_bytes=cost.backward_bytes(rows, HEADS, dim, positions=positions))
+
+
+def cases() -> list[Case]:
+    rope_peers = {"opengem_unfused": pair, "torch_varlen_fa2_after_rope": varlen_after_rope}
+    longest = int(lengths().max())
+    return [
+        _case("block64_4096_fill.3", 128, plain, {"torch_varlen_fa2": varlen}, 0),
+        _case("block64_rope_4096_fill.3", 128, fused, rope_peers, longest),
+        _case("block64_rope_interleaved_4096_fill.3", 128, interleaved, {}, longest),
+        _case("block64_4096_fill.3_d64", 64, plain, {"torch_varlen_fa2": varlen}, 0),
+        _case("block64_rope_4096_fill.3_d64", 64, fused, rope_peers, longest),
+    ]

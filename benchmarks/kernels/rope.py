@@ -1,0 +1,40 @@
+"""Rotary embedding of a long-history batch in both pairings against torch.compile. Bytes: one read, one write."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from benchmarks.kernels.block import HEADS, LONGEST, lengths, with_offsets
+from benchmarks.registry import Case
+from opengem.kernels.rope import cost, reference
+from opengem.kernels.rope.op import apply_rope, rope_tables
+
+
+@cache
+def compiled():
+    return torch.compile(reference.rope, dynamic=False)
+
+
+def make(device: torch.device, seed: int, dim: int) -> tuple:
+    """x, offsets, cos, sin."""
+    torch.manual_seed(seed)
+    sizes = lengths()
+    x = torch.randn(int(sizes.sum()), HEADS, dim, device=device, dtype=torch.bfloat16).requires_grad_()
+    return x, with_offsets(sizes).to(device), *rope_tables(LONGEST, dim, device=device)
+
+
+def _case(dim: int, interleaved: bool) -> Case:
+    rows, longest = int(lengths().sum()), int(lengths().max())
+    moved = cost.bytes(rows, HEADS, dim, positions=longest)
+    name = f"rope_{'interleaved' if interleaved else 'half'}_d{dim}"
+    return Case(
+        op="rope", name=name, shape={"T": rows, "H": HEADS, "D": dim}, fwd_bytes=moved, bwd_bytes=moved,
+        make=lambda device, seed: make(device, seed, dim),
+        ours=lambda x, offsets, cos, sin: apply_rope(x, offsets, cos, sin, interleaved=interleaved, max_length=LONGEST),
+        peers={"torch_compile": lambda x, offsets, cos, sin: compiled()(x, offsets, cos, sin, interleaved, False)})
+
+
+def cases() -> list[Case]:
+    return [_case(dim, interleaved) for dim in (128, 64) for interleaved in (False, True)]

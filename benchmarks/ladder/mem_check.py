@@ -1,0 +1,309 @@
+"""Check every memory-bound kernel against its reference on this GPU and sweep launch options.
+
+    python benchmarks/ladder/mem_check.py --out FILE.jsonl [--only block norm ...] [--timeout 90]
+
+Every section runs in its own process under a timeout, so that a crash or a hang costs one section. A line holds the
+section, the configuration, the largest error against the reference relative to the reference's largest value (and that
+of the reference run in 16 bit, which it should not exceed twice), milliseconds, GB/s and the share of the device copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from opengem.kernels import backend
+from opengem.kernels.block import cost as block_cost
+from opengem.kernels.block import triton as block
+from opengem.kernels.block.op import block_attention
+from opengem.kernels.jagged_ops import op as jagged
+from opengem.kernels.jagged_ops import triton as jagged_kernels
+from opengem.kernels.mx.op import quantize_mx
+from opengem.kernels.norm import triton as norm
+from opengem.kernels.norm.op import layer_norm, rms_norm
+from opengem.kernels.rope import triton as rope
+from opengem.kernels.rope.op import apply_rope, rope_tables
+from opengem.kernels.swiglu import triton as swiglu_kernels
+from opengem.kernels.swiglu.op import swiglu
+
+EDGES = ([], [0, 0, 0], [1], [1, 1], [3, 0, 5, 0, 0, 2], [63, 64, 65], [127, 128, 129], [1, 700, 0, 2, 1, 3])
+DEVICE, KIND = "cuda", torch.bfloat16
+
+
+def milliseconds(function: Callable[[], object]) -> float:
+    """Median of single runs with the L2 overwritten before each."""
+    flush = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
+    for _ in range(4):
+        function()
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(15)]
+    for first, last in marks:
+        flush.zero_()
+        first.record()
+        function()
+        last.record()
+    torch.cuda.synchronize()
+    return statistics.median(first.elapsed_time(last) for first, last in marks)
+
+
+def copy_gbs() -> float:
+    source = torch.randn(1 << 29, device=DEVICE)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / milliseconds(lambda: target.copy_(source)) / 1e6
+
+
+def speed(function: Callable[[], object], moved: int, copy: float) -> dict:
+    took = milliseconds(function)
+    return {"ms": round(took, 4), "gbs": round(moved / took / 1e6), "of_copy": round(moved / took / 1e6 / copy, 3)}
+
+
+def starts(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(DEVICE)
+
+
+def normal(*shape: int, grad: bool = False) -> Tensor:
+    return torch.randn(shape, device=DEVICE, dtype=KIND).requires_grad_(grad)
+
+
+def compare(call: Callable[..., Tensor], *inputs: Tensor) -> dict:
+    """Largest relative error of output and gradients, ours and the reference's in 16 bit, both against fp64."""
+    results, seed = [], None
+    for kind, wide in (("reference", True), ("triton", False), ("reference", False)):
+        leaves = [x.detach().to(torch.float64 if wide else KIND).requires_grad_() for x in inputs]
+        with backend.force(kind):
+            out = call(*leaves)
+            seed = torch.randn(out.shape, device=DEVICE).to(KIND) if seed is None else seed
+            results.append([out.detach(), *torch.autograd.grad(out, leaves, seed.to(out.dtype))])
+    errors = []
+    for exact, ours, plain in zip(*results, strict=True):
+        if exact.numel():
+            scale = exact.abs().max().clamp_min(1e-9)
+            pair = [float((x.double() - exact).abs().max() / scale) for x in (ours, plain)]
+            errors.append({"ours": pair[0], "plain": pair[1], "ok": pair[0] <= 2 * pair[1] + 1e-3})
+    return {"ok": all(e["ok"] for e in errors), "worst": max((e["ours"] for e in errors), default=0.0),
+            "plain": max((e["plain"] for e in errors), default=0.0)}
+
+
+# ---- block attention ---------------------------------------------------------------------------------------------
+
+
+def block_options(rotated: bool) -> Iterator[dict]:
+    for warps, limits in ((4, (None, 168) if rotated else (None, 168, 128)), (8, (None, 128))):
+        for registers in limits:
+            yield {"num_warps": warps} | ({} if registers is None else {"maxnreg": registers})
+
+
+def block_rope(dim: int, rotation: bool | None, positions: int) -> tuple | None:
+    return None if rotation is None else (*rope_tables(positions, dim, device=DEVICE), rotation)
+
+
+def section_block_check(copy: float) -> Iterator[dict]:
+    for dim in (64, 128):
+        for rotation in (None, False, True):
+            for lengths in EDGES:
+                tables, offsets, size = block_rope(dim, rotation, 800), starts(lengths), max(lengths, default=0)
+                found = compare(lambda q, k, v, o=offsets, t=tables, m=size: block_attention(
+                    q, k, v, o, max_length=m, rope=t), *(normal(sum(lengths), 3, dim) for _ in range(3)))
+                yield {"dim": dim, "rope": rotation, "lengths": lengths} | found
+
+
+def block_sweep(dim: int, rotation: bool | None, direction: str, copy: float) -> Iterator[dict]:
+    from benchmarks.kernels.block import HEADS, LONGEST
+    from benchmarks.kernels.block import lengths as make_lengths
+
+    lengths = make_lengths().tolist()
+    rows, offsets, tables = sum(lengths), starts(lengths), block_rope(dim, rotation, LONGEST)
+    q, k, v = (normal(rows, HEADS, dim) for _ in range(3))
+    cos, sin = (q.new_empty(0, 1, dtype=torch.float32),) * 2 if tables is None else tables[:2]
+    tail = (offsets, cos, sin, LONGEST, 64, dim**-0.5, bool(rotation))
+    grad = normal(rows, HEADS, dim)
+    forward = direction == "forward"
+    moved = block_cost.bytes(rows, HEADS, dim) if forward else block_cost.backward_bytes(rows, HEADS, dim)
+    run = (lambda: block.block_forward(q, k, v, *tail)) if forward else (
+        lambda: block.block_backward(grad, q, k, v, *tail))
+    first = None
+    for options in block_options(rotation is not None):
+        block.CONFIGS[direction, dim, rotation is not None] = options
+        line = {"direction": direction, "dim": dim, "rope": rotation, "options": options}
+        try:
+            out = run()
+            out = out if forward else torch.cat([x[:4096].flatten() for x in out])
+            first = out if first is None else first
+            gap = float((out.float() - first.float()).abs().max())
+            yield line | {"gap_to_first": gap} | speed(run, moved, copy)
+        except (RuntimeError, triton.runtime.errors.OutOfResources) as error:
+            yield line | {"error": str(error)[:200]}
+
+
+def section_block_forward(copy: float) -> Iterator[dict]:
+    yield from block_sweep(128, None, "forward", copy)
+
+
+def section_block_backward(copy: float) -> Iterator[dict]:
+    yield from block_sweep(128, None, "backward", copy)
+
+
+def section_block_rope_forward(copy: float) -> Iterator[dict]:
+    yield from block_sweep(128, False, "forward", copy)
+    yield from block_sweep(128, True, "forward", copy)
+
+
+def section_block_rope_backward(copy: float) -> Iterator[dict]:
+    yield from block_sweep(128, False, "backward", copy)
+    yield from block_sweep(128, True, "backward", copy)
+
+
+def section_block_d64(copy: float) -> Iterator[dict]:
+    for rotation in (None, False):
+        yield from block_sweep(64, rotation, "forward", copy)
+        yield from block_sweep(64, rotation, "backward", copy)
+
+
+# ---- norms, rope, swiglu, quantisation ---------------------------------------------------------------------------
+
+
+def section_norm(copy: float) -> Iterator[dict]:
+    for call in (rms_norm, layer_norm):
+        for rows, width in ((1, 64), (33, 384), (7, 1000), (3000, 256), (3, 8192)):
+            yield {"check": call.__name__, "shape": [rows, width]} | compare(
+                lambda x, w, b, c=call: c(x, w, b), normal(rows, width), normal(width), normal(width))
+    for width in (256, 1024, 4096):
+        rows = (1 << 28) // width
+        x, r, w, size = normal(rows, width), normal(rows, width), torch.randn(width, device=DEVICE), 2 << 28
+        for tile in (4096, 8192, 16384):
+            norm.TILE = tile
+            line = {"width": width, "tile": tile}
+            yield line | {"op": "rms"} | speed(lambda x=x, w=w: rms_norm(x, w), 2 * size, copy)
+            yield line | {"op": "rms_residual"} | speed(
+                lambda x=x, w=w, r=r: rms_norm(x, w, residual=r), 4 * size, copy)
+        norm.TILE = 8192
+        yield {"width": width, "op": "rms_quantize"} | speed(
+            lambda x=x, w=w: rms_norm(x, w, quantize="e4m3"), size + size // 2, copy)
+        yield {"width": width, "op": "quantize"} | speed(lambda x=x: quantize_mx(x), size + size // 2, copy)
+        statistic = torch.ones(rows, device=DEVICE)
+        for tile in (4096, 8192):
+            for programs in (2, 4):
+                norm.BACKWARD_TILE, norm.BACKWARD_PROGRAMS = tile, programs
+                line = {"width": width, "op": "rms_backward", "tile": tile, "programs": programs}
+                yield line | speed(
+                    lambda x=x, r=r, w=w, s=statistic: norm.norm_backward(r, None, x, w, s[:0], s, False),
+                    3 * size, copy)
+        norm.BACKWARD_TILE, norm.BACKWARD_PROGRAMS = 4096, 4
+
+
+def section_rope(copy: float) -> Iterator[dict]:
+    from benchmarks.kernels.block import HEADS, LONGEST
+    from benchmarks.kernels.block import lengths as make_lengths
+
+    tables = {dim: rope_tables(LONGEST, dim, device=DEVICE) for dim in (64, 128)}
+    for interleaved in (False, True):
+        for edge in EDGES:
+            offsets = starts(edge)
+            yield {"check": "rope", "interleaved": interleaved, "lengths": edge} | compare(
+                lambda x, o=offsets, i=interleaved: apply_rope(x, o, *tables[64], interleaved=i),
+                normal(sum(edge), 3, 64))
+    lengths = make_lengths().tolist()
+    for dim in (128, 64):
+        x, offsets = normal(sum(lengths), HEADS, dim), starts(lengths)
+        for interleaved in (False, True):
+            for tile in (1024, 2048, 4096, 8192):
+                rope.TILE = tile
+                yield {"dim": dim, "interleaved": interleaved, "tile": tile} | speed(
+                    lambda x=x, o=offsets, t=tables[dim], i=interleaved: apply_rope(x, o, *t, interleaved=i),
+                    4 * x.numel(), copy)
+
+
+def section_swiglu(copy: float) -> Iterator[dict]:
+    for rows, width in ((1, 8), (33, 1000), (5, 4096)):
+        yield {"check": "swiglu", "shape": [rows, width]} | compare(swiglu, normal(rows, 2 * width))
+    for width in (1024, 4096):
+        x, grad = normal((1 << 28) // width // 2, 2 * width), normal((1 << 28) // width // 2, width)
+        for tile in (2048, 4096, 8192):
+            swiglu_kernels.TILE = tile
+            yield {"op": "forward", "width": width, "tile": tile} | speed(
+                lambda x=x: swiglu_kernels.swiglu_forward(x), 6 * grad.numel(), copy)
+            yield {"op": "backward", "width": width, "tile": tile} | speed(
+                lambda x=x, g=grad: swiglu_kernels.swiglu_backward(g, x), 10 * grad.numel(), copy)
+
+
+# ---- jagged copies -----------------------------------------------------------------------------------------------
+
+
+def section_jagged(copy: float) -> Iterator[dict]:
+    for edge in EDGES:
+        offsets, size, rows = starts(edge), max(edge, default=0) + 1, sum(edge)
+        index = torch.randint(0, max(1, rows), (2 * rows,), device=DEVICE)
+        x = normal(rows, 96)
+        for name, call, inputs in (
+            ("pad", lambda x, o=offsets, s=size: jagged.jagged_to_padded(x, o, s), [x]),
+            ("concat", lambda x, y, o=offsets: jagged.concat_jagged(x, y, o, o)[0], [x, x]),
+            ("gather", lambda x, i=index: jagged.gather_rows(x, i), [x]),
+            ("add", lambda x, d, o=offsets: jagged.broadcast_add(x, d, o), [x, normal(len(edge), 96)]),
+            ("bmm", lambda x, w, o=offsets, s=size: jagged.jagged_dense_bmm(x, w, o, max_length=s),
+             [x, normal(len(edge), 96, 80)]),
+        ):
+            yield {"check": name, "lengths": edge} | compare(call, *inputs)
+    from benchmarks.kernels.jagged_ops import cases
+
+    for tile in (4096, 8192, 16384):
+        jagged_kernels.TILE = tile
+        for case in cases():
+            inputs = case.make(torch.device(DEVICE), 0)
+            with torch.no_grad():
+                line = speed(lambda c=case, i=inputs: c.ours(*i), case.fwd_bytes, copy)
+            out, leaves = case.ours(*inputs), [x for x in inputs if x.requires_grad]
+            grad = torch.randn_like(out)
+            back = speed(lambda o=out, l=leaves, g=grad: torch.autograd.grad(o, l, g, retain_graph=True),
+                         case.bwd_bytes, copy)
+            yield {"op": case.name, "tile": tile} | line | {f"bwd_{k}": v for k, v in back.items()}
+
+
+SECTIONS = {name.removeprefix("section_"): value for name, value in list(globals().items())
+            if name.startswith("section_")}
+
+
+def child(name: str) -> None:
+    torch.manual_seed(0)
+    copy = copy_gbs()
+    print(json.dumps({"section": name, "copy_gbs": round(copy)}), flush=True)
+    for line in SECTIONS[name](copy):
+        print(json.dumps({"section": name} | line), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", nargs="*", default=list(SECTIONS), choices=list(SECTIONS))
+    parser.add_argument("--timeout", type=float, default=90)
+    options = parser.parse_args()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    for name in options.only:
+        command = [sys.executable, __file__, "--child", name]
+        with open(options.out, "a") as file:
+            try:
+                done = subprocess.run(command, stdout=file, stderr=subprocess.PIPE, text=True, timeout=options.timeout,
+                                      env=os.environ)
+                problem = None if done.returncode == 0 else done.stderr[-1500:]
+            except subprocess.TimeoutExpired:
+                problem = f"no end within {options.timeout} s"
+            if problem:
+                file.write(json.dumps({"section": name, "error": problem}) + "\n")
+    print(options.out.read_text())
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        child(sys.argv[2])
+    else:
+        main()

@@ -1,0 +1,319 @@
+"""Jagged copies and products on a GPU. A copy's program owns a tile of output rows and finds each row's source itself:
+no index tensor is made, every byte is read once and written once. Rows are addressed in int64."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 8192  # elements a program of four warps copies: eight 16-byte accesses a thread
+COUNTS = ["rows", "batch", "steps"]  # change from batch to batch: never part of what is compiled
+
+
+@triton.jit
+def samples_of(offsets, more_offsets, batch, steps, row, TWO: tl.constexpr):
+    """The sample of each of `row`, by `steps` halvings; offsets are the sum of two arrays if `TWO`."""
+    low = tl.zeros([row.shape[0]], tl.int32)
+    high = low + batch
+    for _ in range(steps):
+        middle = (low + high) // 2
+        start = tl.load(offsets + middle).to(tl.int64)
+        if TWO:
+            start += tl.load(more_offsets + middle).to(tl.int64)
+        ours = start <= row
+        low = tl.where(ours, middle, low)
+        high = tl.where(ours, high, middle)
+    return low
+
+
+def steps_for(batch: int) -> int:
+    """Halvings that single out one of `batch` samples."""
+    return max(batch - 1, 0).bit_length()
+
+
+@triton.jit
+def _tile(rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(rows int64, columns) of this program; column tiles run fastest."""
+    blocks = tl.cdiv(width, COLUMNS)
+    row = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    return row, tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
+
+
+@triton.jit
+def _copy(values, out, source, found, row, rows, column, width, fill):
+    mask = found[:, None] & (column < width)[None, :]
+    part = tl.load(values + source[:, None] * width + column[None, :], mask=mask, other=fill)
+    mask = (row < rows)[:, None] & (column < width)[None, :]
+    tl.store(out + row[:, None] * width + column[None, :], part, mask=mask)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def _to_padded(values, offsets, out, rows, length, width, fill, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row, column = _tile(rows, width, ROWS, COLUMNS)
+    sample = tl.where(row < rows, row // length, 0)
+    source = tl.load(offsets + sample).to(tl.int64) + row % length
+    found = (row < rows) & (source < tl.load(offsets + sample + 1))
+    _copy(values, out, source, found, row, rows, column, width, fill)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def _to_jagged(padded, offsets, out, rows, length, width, batch, steps, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row, column = _tile(rows, width, ROWS, COLUMNS)
+    sample = samples_of(offsets, offsets, batch, steps, row, False)
+    slot = row - tl.load(offsets + sample)
+    found = (row < rows) & (row < tl.load(offsets + batch)) & (slot < length)
+    _copy(padded, out, sample.to(tl.int64) * length + slot, found, row, rows, column, width, 0.0)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def _concat(left, right, left_offsets, right_offsets, out, rows, width, batch, steps,
+            ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row, column = _tile(rows, width, ROWS, COLUMNS)
+    sample = samples_of(left_offsets, right_offsets, batch, steps, row, True)
+    left_row = row - tl.load(right_offsets + sample)
+    left_end = tl.load(left_offsets + sample + 1)
+    live = (row < rows) & (row < tl.load(left_offsets + batch) + tl.load(right_offsets + batch))
+    inside = (column < width)[None, :]
+    from_left = (left_row < left_end) & live
+    from_right = (left_row >= left_end) & live
+    first = tl.load(left + left_row[:, None] * width + column[None, :], mask=from_left[:, None] & inside, other=0.0)
+    right_row = row - left_end
+    second = tl.load(right + right_row[:, None] * width + column[None, :], mask=from_right[:, None] & inside, other=0.0)
+    part = tl.where(from_left[:, None], first, second)
+    tl.store(out + row[:, None] * width + column[None, :], part, mask=(row < rows)[:, None] & inside)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def _split(values, mine, others, out, rows, width, batch, steps, LEFT: tl.constexpr,
+           ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row, column = _tile(rows, width, ROWS, COLUMNS)
+    sample = samples_of(mine, mine, batch, steps, row, False)
+    source = row + tl.load(others + sample + (0 if LEFT else 1))
+    found = (row < rows) & (row < tl.load(mine + batch))
+    _copy(values, out, source, found, row, rows, column, width, 0.0)
+
+
+@triton.jit(do_not_specialize=[*COUNTS, "source_rows"])
+def _gather(values, index, out, rows, source_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row, column = _tile(rows, width, ROWS, COLUMNS)
+    source = tl.load(index + row, mask=row < rows, other=-1).to(tl.int64)
+    found = (source >= 0) & (source < source_rows)
+    _copy(values, out, source, found, row, rows, column, width, 0.0)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def _broadcast_add(values, dense, offsets, out, rows, width, batch, steps, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row, column = _tile(rows, width, ROWS, COLUMNS)
+    sample = samples_of(offsets, offsets, batch, steps, row, False).to(tl.int64)
+    mask = (row < rows)[:, None] & (column < width)[None, :]
+    live = mask & (row < tl.load(offsets + batch))[:, None]
+    part = tl.load(values + row[:, None] * width + column[None, :], mask=mask).to(tl.float32)
+    part += tl.load(dense + sample[:, None] * width + column[None, :], mask=live, other=0.0).to(tl.float32)
+    tl.store(out + row[:, None] * width + column[None, :], part.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _segment_sum(values, order, offsets, out, width, ORDERED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    blocks = tl.cdiv(width, COLUMNS)
+    segment = (tl.program_id(0) // blocks).to(tl.int64)
+    column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
+    start, end = tl.load(offsets + segment).to(tl.int64), tl.load(offsets + segment + 1).to(tl.int64)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(start, end, ROWS):
+        row = first + tl.arange(0, ROWS)
+        live = row < end
+        if ORDERED:
+            row = tl.load(order + row, mask=live, other=0)
+        mask = live[:, None] & (column < width)[None, :]
+        total += tl.load(values + row[:, None] * width + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    total = tl.sum(total, 0)
+    tl.store(out + segment * width + column, total.to(out.dtype.element_ty), mask=column < width)
+
+
+@triton.jit(do_not_specialize=["batch", "rows"])
+def _bmm(values, dense, offsets, out, rows, batch, inner, columns, dense_batch, dense_inner, dense_column,
+         BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """One `[BM, BN]` tile of `values[t] @ dense[b]`; sample b owns row tiles from `offsets[b] // BM + b` on."""
+    blocks = tl.cdiv(columns, BN)
+    tile = tl.program_id(0) // blocks
+    column = tl.program_id(0) % blocks * BN + tl.arange(0, BN)
+    low = tile * 0
+    high = low + batch
+    while high - low > 1:
+        middle = (low + high) // 2
+        ours = tl.load(offsets + middle).to(tl.int64) // BM + middle <= tile
+        low = tl.where(ours, middle, low)
+        high = tl.where(ours, high, middle)
+    begin, end = tl.load(offsets + low).to(tl.int64), tl.load(offsets + low + 1).to(tl.int64)
+    row = begin + (tile - begin // BM - low) * BM + tl.arange(0, BM)
+    live = row < end
+    written = row < tl.where(low == batch - 1, rows, end)
+    inside = column < columns
+    total = tl.zeros([BM, BN], tl.float32)
+    for start in range(0, inner, BK):
+        k = start + tl.arange(0, BK)
+        left = tl.load(values + row[:, None] * inner + k[None, :], mask=live[:, None] & (k < inner)[None, :], other=0.0)
+        weight = dense + low.to(tl.int64) * dense_batch + k[:, None] * dense_inner + column[None, :] * dense_column
+        right = tl.load(weight, mask=(k < inner)[:, None] & inside[None, :], other=0.0)
+        total = tl.dot(left, right, total)
+    tl.store(out + row[:, None] * columns + column[None, :], total.to(out.dtype.element_ty),
+             mask=written[:, None] & inside[None, :])
+
+
+@triton.jit
+def _bmm_backward(grad, values, offsets, out, inner, columns, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """One `[BK, BN]` tile of `values_b^T @ grad_b`."""
+    column_blocks, inner_blocks = tl.cdiv(columns, BN), tl.cdiv(inner, BK)
+    program = tl.program_id(0)
+    column = program % column_blocks * BN + tl.arange(0, BN)
+    k = program // column_blocks % inner_blocks * BK + tl.arange(0, BK)
+    sample = (program // (column_blocks * inner_blocks)).to(tl.int64)
+    start, end = tl.load(offsets + sample).to(tl.int64), tl.load(offsets + sample + 1).to(tl.int64)
+    total = tl.zeros([BK, BN], tl.float32)
+    for first in range(start, end, BM):
+        row = first + tl.arange(0, BM)
+        live = (row < end)[:, None]
+        left_mask, right_mask = live & (k < inner)[None, :], live & (column < columns)[None, :]
+        left = tl.load(values + row[:, None] * inner + k[None, :], mask=left_mask, other=0.0)
+        right = tl.load(grad + row[:, None] * columns + column[None, :], mask=right_mask, other=0.0)
+        total = tl.dot(tl.trans(left), right, total)
+    tl.store(out + (sample * inner + k)[:, None] * columns + column[None, :], total.to(out.dtype.element_ty),
+             mask=(k < inner)[:, None] & (column < columns)[None, :])
+
+
+def _shape(rows: int, width: int, tile: int = TILE) -> tuple[tuple[int], dict]:
+    """Grid and tile of a copy of `rows` rows of `width` elements."""
+    columns = min(triton.next_power_of_2(width), 1024)
+    tile_rows = max(1, tile // columns)
+    return (triton.cdiv(rows, tile_rows) * triton.cdiv(width, columns),), {"ROWS": tile_rows, "COLUMNS": columns}
+
+
+def _width(x: Tensor, rows: int) -> int:
+    return x.numel() // rows if rows else 0
+
+
+def jagged_to_padded(values: Tensor, offsets: Tensor, max_length: int, fill: float) -> Tensor:
+    """See `reference.jagged_to_padded`."""
+    out = values.new_empty((offsets.shape[0] - 1, max_length, *values.shape[1:]))
+    if out.numel() == 0 or values.shape[0] == 0:
+        return out.fill_(fill)
+    rows, width = out.shape[0] * max_length, values[0].numel()
+    grid, tile = _shape(rows, width)
+    _to_padded[grid](values.contiguous(), offsets, out, rows, max_length, width, float(fill), **tile)
+    return out
+
+
+def padded_to_jagged(padded: Tensor, offsets: Tensor, rows: int) -> Tensor:
+    """See `reference.padded_to_jagged`."""
+    out = padded.new_empty((rows, *padded.shape[2:]))
+    if out.numel() == 0 or padded.numel() == 0:
+        return out.zero_()
+    batch, width = padded.shape[0], _width(out, rows)
+    grid, tile = _shape(rows, width)
+    _to_jagged[grid](padded.contiguous(), offsets, out, rows, padded.shape[1], width, batch, steps_for(batch), **tile)
+    return out
+
+
+def concat_jagged(left: Tensor, right: Tensor, left_offsets: Tensor, right_offsets: Tensor) -> Tensor:
+    """See `reference.concat_jagged`."""
+    rows, batch = left.shape[0] + right.shape[0], left_offsets.shape[0] - 1
+    out = left.new_empty((rows, *left.shape[1:]))
+    if out.numel() == 0 or batch == 0:
+        return out.zero_()
+    width = _width(out, rows)
+    grid, tile = _shape(rows, width)
+    _concat[grid](left.contiguous(), right.contiguous(), left_offsets, right_offsets, out, rows, width, batch,
+                  steps_for(batch), **tile)
+    return out
+
+
+def split_jagged(values: Tensor, left_offsets: Tensor, right_offsets: Tensor, left_rows: int) -> tuple[Tensor, Tensor]:
+    """See `reference.split_jagged`."""
+    batch, values, parts = left_offsets.shape[0] - 1, values.contiguous(), []
+    for left, rows, mine, others in ((True, left_rows, left_offsets, right_offsets),
+                                     (False, values.shape[0] - left_rows, right_offsets, left_offsets)):
+        out = values.new_empty((rows, *values.shape[1:]))
+        parts.append(out)
+        if out.numel() == 0 or batch == 0:
+            out.zero_()
+            continue
+        width = _width(out, rows)
+        grid, tile = _shape(rows, width)
+        _split[grid](values, mine, others, out, rows, width, batch, steps_for(batch), LEFT=left, **tile)
+    return parts[0], parts[1]
+
+
+def gather_rows(values: Tensor, index: Tensor) -> Tensor:
+    """See `reference.gather_rows`; an index outside the rows gives zeros."""
+    rows = index.shape[0]
+    out = values.new_empty((rows, *values.shape[1:]))
+    if out.numel() == 0 or values.shape[0] == 0:
+        return out.zero_()
+    width = _width(out, rows)
+    grid, tile = _shape(rows, width)
+    _gather[grid](values.contiguous(), index.contiguous(), out, rows, values.shape[0], width, **tile)
+    return out
+
+
+def gather_rows_backward(grad: Tensor, index: Tensor, rows: int) -> Tensor:
+    """See `reference.gather_rows_backward`."""
+    ordered, order = torch.sort(index, stable=True)
+    starts = torch.searchsorted(ordered, torch.arange(rows + 1, device=grad.device, dtype=index.dtype))
+    return _sum_segments(grad, order, starts, rows, 4)
+
+
+def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
+    """See `reference.segment_sum`."""
+    return _sum_segments(values, None, offsets, offsets.shape[0] - 1, 16)
+
+
+def _sum_segments(values: Tensor, order: Tensor | None, offsets: Tensor, segments: int, tile_rows: int) -> Tensor:
+    out = values.new_empty((segments, *values.shape[1:]))
+    if out.numel() == 0 or values.shape[0] == 0:
+        return out.zero_()
+    width = _width(out, segments)
+    columns = min(triton.next_power_of_2(width), 512)
+    _segment_sum[(segments * triton.cdiv(width, columns),)](
+        values.contiguous(), offsets if order is None else order, offsets, out, width, ORDERED=order is not None,
+        ROWS=tile_rows, COLUMNS=columns)
+    return out
+
+
+def broadcast_add(values: Tensor, dense: Tensor, offsets: Tensor) -> Tensor:
+    """See `reference.broadcast_add`."""
+    rows, batch = values.shape[0], offsets.shape[0] - 1
+    if values.numel() == 0 or batch == 0:
+        return values.clone(memory_format=torch.contiguous_format)
+    out = values.new_empty(values.shape)
+    grid, tile = _shape(rows, _width(out, rows))
+    _broadcast_add[grid](values.contiguous(), dense.contiguous(), offsets, out, rows, _width(out, rows), batch,
+                         steps_for(batch), **tile)
+    return out
+
+
+def jagged_dense_bmm(values: Tensor, dense: Tensor, offsets: Tensor, max_length: int) -> Tensor:
+    """See `reference.jagged_dense_bmm`."""
+    rows, (batch, inner, columns) = values.shape[0], dense.shape
+    out = values.new_empty(rows, columns)
+    if out.numel() == 0 or batch == 0 or inner == 0:
+        return out.zero_()
+    bm, bn, bk = 64, 64, 64
+    _bmm[((rows // bm + batch) * triton.cdiv(columns, bn),)](
+        values.contiguous(), dense, offsets, out, rows, batch, inner, columns, *dense.stride(), BM=bm, BN=bn, BK=bk,
+        num_warps=4, num_stages=3)
+    return out
+
+
+def jagged_dense_bmm_backward(grad: Tensor, values: Tensor, offsets: Tensor, max_length: int) -> Tensor:
+    """See `reference.jagged_dense_bmm_backward`."""
+    batch, inner, columns = offsets.shape[0] - 1, values.shape[1], grad.shape[1]
+    out = values.new_empty(batch, inner, columns)
+    if out.numel() == 0 or values.shape[0] == 0:
+        return out.zero_()
+    bm, bn, bk = 64, 64, 64
+    _bmm_backward[(batch * triton.cdiv(columns, bn) * triton.cdiv(inner, bk),)](
+        grad.contiguous(), values.contiguous(), offsets, out, inner, columns, BM=bm, BN=bn, BK=bk, num_warps=4,
+        num_stages=3)
+    return out

@@ -1,0 +1,211 @@
+"""Norms on a GPU: a program holds whole rows, so x is read once and y (or its 8-bit blocks) written once.
+
+The backward runs a fixed number of programs that walk the rows; each keeps its share of the weight and bias gradients
+in registers and stores it once, and a second small sum over the shares finishes them: no atomics, the same bits every
+run.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from opengem.kernels.mx import triton as mx
+from opengem.kernels.mx.triton import quantize_tile
+
+TILE = 8192  # elements of a tile of the forward, with eight warps
+BACKWARD_TILE = 4096  # the same for the backward, which holds more of them
+BACKWARD_PROGRAMS = 4  # an SM
+WIDEST_QUANTIZED = 1024  # 32 rows of it stay in the registers of sixteen warps
+
+
+@triton.jit
+def _normalised(values, columns, width, eps, CENTERED: tl.constexpr):
+    """(unit-variance rows, mean or 0, reciprocal deviation) of an fp32 tile whose cells past `width` are 0."""
+    mean = tl.zeros([values.shape[0]], tl.float32)
+    if CENTERED:
+        mean = tl.sum(values, 1) / width
+        values = tl.where((columns < width)[None, :], values - mean[:, None], 0.0)
+    rstd = tl.rsqrt(tl.sum(values * values, 1) / width + eps)
+    return values * rstd[:, None], mean, rstd
+
+
+@triton.jit
+def _affine(y, weight, bias, columns, width, WEIGHT: tl.constexpr, BIAS: tl.constexpr):
+    inside = columns < width
+    if WEIGHT:
+        y = y * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if BIAS:
+        y = y + tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return y
+
+
+@triton.jit
+def _load_sum(x, residual, total, pointer, mask, RESIDUAL: tl.constexpr):
+    """x, or `x + residual` rounded to the dtype of x and stored to `total`; as fp32."""
+    values = tl.load(x + pointer, mask=mask, other=0.0)
+    if RESIDUAL:
+        added = values.to(tl.float32) + tl.load(residual + pointer, mask=mask, other=0.0).to(tl.float32)
+        values = added.to(x.dtype.element_ty)
+        tl.store(total + pointer, values, mask=mask)
+    return values.to(tl.float32)
+
+
+@triton.jit
+def _store_statistics(mean_out, rstd_out, row, rows, mean, rstd, CENTERED: tl.constexpr):
+    if CENTERED:
+        tl.store(mean_out + row, mean, mask=row < rows)
+    tl.store(rstd_out + row, rstd, mask=row < rows)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _forward(x, residual, weight, bias, y, total, mean_out, rstd_out, rows, width, eps, CENTERED: tl.constexpr,
+             RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr,
+             WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, WIDTH)
+    mask = (row < rows)[:, None] & (columns < width)[None, :]
+    pointer = row[:, None] * width + columns[None, :]
+    values = _load_sum(x, residual, total, pointer, mask, RESIDUAL)
+    unit, mean, rstd = _normalised(values, columns, width, eps, CENTERED)
+    unit = _affine(unit, weight, bias, columns, width, WEIGHT, BIAS)
+    tl.store(y + pointer, unit.to(y.dtype.element_ty), mask=mask)
+    _store_statistics(mean_out, rstd_out, row, rows, mean, rstd, CENTERED)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _forward_mx(x, residual, weight, bias, data, scale, total, mean_out, rstd_out, rows, width, eps,
+                CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+                WIDTH: tl.constexpr):
+    """A program takes 32 whole rows: their norm, then one E8M0 scale per 32 columns (`mx.reference`, bit for bit)."""
+    row = tl.program_id(0).to(tl.int64) * 32 + tl.arange(0, 32)
+    columns = tl.arange(0, WIDTH)
+    mask = (row < rows)[:, None] & (columns < width)[None, :]
+    pointer = row[:, None] * width + columns[None, :]
+    values = _load_sum(x, residual, total, pointer, mask, RESIDUAL)
+    unit, mean, rstd = _normalised(values, columns, width, eps, CENTERED)
+    unit = _affine(unit, weight, bias, columns, width, WEIGHT, BIAS)
+    _store_statistics(mean_out, rstd_out, row, rows, mean, rstd, CENTERED)
+    rounded = unit.to(x.dtype.element_ty).to(tl.float32)
+    scaled, exponent = quantize_tile(tl.where(mask, rounded, 0.0), WIDTH)
+    tl.store(data + pointer, scaled.to(data.dtype.element_ty), mask=mask)
+    block = tl.arange(0, WIDTH // 32)
+    used = tl.cdiv(width, 32)
+    tl.store(scale + tl.program_id(0).to(tl.int64) * used + block, exponent.to(tl.uint8), mask=block < used)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _backward(grad, grad_total, total, weight, mean_in, rstd_in, grad_x, grad_weight, grad_bias, rows, width,
+              CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+              ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    columns = tl.arange(0, WIDTH)
+    inside = columns < width
+    scale = tl.zeros([WIDTH], tl.float32) + 1.0
+    if WEIGHT:
+        scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    weight_share = tl.zeros([ROWS, WIDTH], tl.float32)
+    bias_share = tl.zeros([ROWS, WIDTH], tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+        mask = (row < rows)[:, None] & inside[None, :]
+        pointer = row[:, None] * width + columns[None, :]
+        g = tl.load(grad + pointer, mask=mask, other=0.0).to(tl.float32)
+        values = tl.load(total + pointer, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_in + row, mask=row < rows, other=0.0)
+        if CENTERED:
+            values = tl.where(mask, values - tl.load(mean_in + row, mask=row < rows, other=0.0)[:, None], 0.0)
+        unit = values * rstd[:, None]
+        if WEIGHT:
+            weight_share += g * unit
+        if BIAS:
+            bias_share += g
+        g = g * scale[None, :]
+        out = g - unit * (tl.sum(g * unit, 1) / width)[:, None]
+        if CENTERED:
+            out -= (tl.sum(g, 1) / width)[:, None]
+        out = out * rstd[:, None]
+        if RESIDUAL:
+            out += tl.load(grad_total + pointer, mask=mask, other=0.0).to(tl.float32)
+        tl.store(grad_x + pointer, out.to(grad_x.dtype.element_ty), mask=mask)
+    share = tl.program_id(0) * width + columns
+    if WEIGHT:
+        tl.store(grad_weight + share, tl.sum(weight_share, 0), mask=inside)
+    if BIAS:
+        tl.store(grad_bias + share, tl.sum(bias_share, 0), mask=inside)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _options(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, centered: bool) -> dict:
+    return {"CENTERED": centered, "RESIDUAL": residual is not None, "WEIGHT": weight is not None,
+            "BIAS": bias is not None, "WIDTH": triton.next_power_of_2(x.shape[1])}
+
+
+def _row_outputs(x: Tensor, residual: Tensor | None, centered: bool) -> tuple[Tensor, Tensor, Tensor]:
+    total = x.new_empty(0) if residual is None else x.new_empty(x.shape)
+    mean = x.new_empty(x.shape[0] if centered else 0, dtype=torch.float32)
+    return total, mean, x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+def norm_forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
+                 centered: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `reference.norm_forward`."""
+    x = x.contiguous()
+    rows, width = x.shape
+    y, (total, mean, rstd) = x.new_empty(x.shape), _row_outputs(x, residual, centered)
+    options = _options(x, residual, weight, bias, centered)
+    tile_rows = max(1, TILE // options["WIDTH"])
+    if rows:
+        _forward[(triton.cdiv(rows, tile_rows),)](
+            x, x if residual is None else residual.contiguous(), x if weight is None else weight.contiguous(),
+            x if bias is None else bias.contiguous(), y, total, mean, rstd, rows, width, eps, **options,
+            ROWS=tile_rows, num_warps=8)
+    return y, total, mean, rstd
+
+
+def norm_quantize_forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
+                          centered: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See `reference.norm_quantize_forward`; rows wider than WIDEST_QUANTIZED are normalised, then quantised."""
+    if x.shape[1] > WIDEST_QUANTIZED:
+        y, *rest = norm_forward(x, residual, weight, bias, eps, centered)
+        return *mx.quantize(y), *rest
+    x = x.contiguous()
+    rows, width = x.shape
+    data = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
+    scale = x.new_empty((-(-rows // 32), -(-width // 32)), dtype=torch.uint8)
+    total, mean, rstd = _row_outputs(x, residual, centered)
+    options = _options(x, residual, weight, bias, centered)
+    options["WIDTH"] = max(32, options["WIDTH"])
+    if rows:
+        _forward_mx[(scale.shape[0],)](
+            x, x if residual is None else residual.contiguous(), x if weight is None else weight.contiguous(),
+            x if bias is None else bias.contiguous(), data, scale, total, mean, rstd, rows, width, eps, **options,
+            num_warps=8 if options["WIDTH"] <= 512 else 16)
+    return data, scale, total, mean, rstd
+
+
+def norm_backward(grad: Tensor, grad_total: Tensor | None, total: Tensor, weight: Tensor | None, mean: Tensor,
+                  rstd: Tensor, has_bias: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """See `reference.norm_backward`."""
+    total = total.contiguous()
+    rows, width = total.shape
+    grad_x = total.new_empty(total.shape)
+    options = _options(total, grad_total, weight, None, mean.numel() > 0) | {"BIAS": has_bias}
+    tile_rows = max(1, BACKWARD_TILE // options["WIDTH"])
+    programs = min(triton.cdiv(rows, tile_rows), BACKWARD_PROGRAMS * _multiprocessors(total.device))
+    shares = [rstd.new_empty(programs if used else 0, width) for used in (weight is not None, has_bias)]
+    if rows:
+        _backward[(programs,)](
+            grad.contiguous(), total if grad_total is None else grad_total.contiguous(), total,
+            total if weight is None else weight.contiguous(), mean, rstd, grad_x, *shares, rows, width, **options,
+            ROWS=tile_rows, num_warps=8)
+    vectors = [share.sum(0) if used else rstd.new_empty(0)
+               for share, used in zip(shares, (weight is not None, has_bias), strict=True)]
+    return grad_x, vectors[0], vectors[1]

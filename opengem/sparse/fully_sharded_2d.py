@@ -1,0 +1,194 @@
+"""Third generation (V3): the copies of V2 share one set of rows and state, and gather what a lookup needs.
+
+Persistent memory is that of one copy over all ranks: V2's divided by the number of copies. A lookup reads either the
+rows it needs ("rows": each distinct row travels once from the rank that stores it) or the whole shard ("chunks": an
+all-gather in chunks of whole rows, one in use while the next is under way, so that at most `chunk_bytes` is gathered at
+a time). The exact update needs no gather at all: row gradients go to the rank that stores the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from opengem.mesh import all_gather, reduce_scatter
+from opengem.sparse.table import Piece, Tables, sum_duplicates
+
+
+@dataclass(frozen=True)
+class _Parcel:
+    """How rows of the shard travel to the ranks that store them. order: positions sorted by owner."""
+
+    order: Tensor
+    stored: Tensor
+    sent: list[int]
+    received: list[int]
+
+
+class FullyShardedTables:
+    """Rows of one shard, split evenly over the ranks of `group` (the copies of V2). Methods as `Tables`, collective.
+
+    The shard's rows are cut into chunks; rank m of M keeps the m-th part of each chunk, so that a chunk is one
+    all-gather. own: this rank's rows and state. semantics: as in `ReplicatedTables`. reads: "rows" or "chunks".
+    chunk_bytes: most bytes of rows gathered at a time (two half-size chunks: one in use, one under way).
+    """
+
+    def __init__(
+        self,
+        pieces: list[Piece],
+        rows: int,
+        dim: int,
+        device: torch.device | str,
+        group: dist.ProcessGroup,
+        semantics: str,
+        reads: str,
+        chunk_bytes: int,
+        *,
+        eps: float,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.group, self.semantics, self.reads, self.pieces_of_shard = group, semantics, reads, list(pieces)
+        ranks, limit = group.size(), max(chunk_bytes // (2 * dim * dtype.itemsize), group.size())
+        self.chunks = max(-(-rows // limit), 1)
+        self.span = -(-rows // (self.chunks * ranks))
+        self.chunk_rows = self.span * ranks
+        mine = []
+        for chunk in range(self.chunks):
+            first = chunk * self.chunk_rows + group.rank() * self.span
+            mine += [piece.cut(first, first + self.span, chunk * self.span) for piece in pieces]
+        mine = [piece for piece in mine if piece is not None]
+        self.own = Tables(mine, self.chunks * self.span, dim, device, eps=eps, dtype=dtype)
+
+    @property
+    def pieces(self) -> list[Piece]:
+        return self.own.pieces
+
+    @property
+    def weight(self) -> Tensor:
+        return self.own.weight
+
+    @property
+    def moment(self) -> Tensor:
+        return self.own.moment
+
+    @property
+    def updates(self) -> int:
+        return self.own.updates
+
+    @updates.setter
+    def updates(self, value: int) -> None:
+        self.own.updates = value
+
+    def initialise(self, std: float, seed: int) -> None:
+        self.own.initialise(std, seed)
+
+    def lookup(self, rows: Tensor) -> Tensor:
+        """float32 `[N, dim]` of rows int64 `[N]` in the shard's numbering."""
+        return self._read_rows(rows) if self.reads == "rows" else self._read_chunks(rows)
+
+    def _read_rows(self, rows: Tensor) -> Tensor:
+        """Ask the ranks that store them for the distinct rows."""
+        wanted, inverse = torch.unique(rows, return_inverse=True)
+        parcel = self._parcel(wanted)
+        found = self.weight.index_select(0, self._send(parcel, parcel.stored))
+        back = self._exchange(found, parcel.received, parcel.sent)
+        return torch.empty_like(back).index_copy_(0, parcel.order, back).index_select(0, inverse).float()
+
+    def _read_chunks(self, rows: Tensor) -> Tensor:
+        """Gather every chunk once, used or not."""
+        out = rows.new_empty(rows.shape[0], self.own.dim, dtype=torch.float32)
+        for (first, where), whole in zip(self._by_chunk(rows), self._gathered([self.weight]), strict=True):
+            found = whole[0].index_select(0, rows.index_select(0, where) - first)
+            out.index_copy_(0, where, found.float())
+        return out
+
+    def update(self, rows: Tensor, grads: Tensor, lr: float) -> None:
+        """As `ReplicatedTables.update`, with rows in the shard's numbering."""
+        rows, grads = sum_duplicates(rows, grads)
+        if self.semantics == "average":
+            self._update_average(rows, grads, lr)
+        else:
+            parcel = self._parcel(rows)
+            self.own.update(self._send(parcel, parcel.stored), self._send(parcel, grads), lr)
+
+    def _parcel(self, rows: Tensor) -> _Parcel:
+        """Sort rows by the rank that stores them and tell each rank how many come."""
+        owner = rows % max(self.chunk_rows, 1) // max(self.span, 1)
+        stored = rows // max(self.chunk_rows, 1) * self.span + rows % max(self.span, 1)
+        sent = torch.bincount(owner, minlength=self.group.size())
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        return _Parcel(owner.argsort(stable=True), stored, *torch.stack([sent, received]).tolist())
+
+    def _send(self, parcel: _Parcel, values: Tensor) -> Tensor:
+        """One value for each row to the rank that stores it -> what this rank was sent, in rank order."""
+        return self._exchange(values.index_select(0, parcel.order), parcel.sent, parcel.received)
+
+    def _exchange(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        out = values.new_empty(sum(received), *values.shape[1:])
+        dist.all_to_all_single(out, values, received, sent, group=self.group)
+        return out
+
+    def _update_average(self, rows: Tensor, grads: Tensor, lr: float) -> None:
+        """Gather each chunk, update it with this rank's gradients, and keep the mean over ranks of this rank's part."""
+        chunks = zip(self._by_chunk(rows), self._gathered([self.weight, self.moment]), strict=True)
+        for chunk, ((first, where), whole) in enumerate(chunks):
+            self._update_chunk(chunk, whole, rows.index_select(0, where) - first, grads.index_select(0, where), lr)
+        self.own.updates += 1
+
+    def _update_chunk(self, chunk: int, whole: list[Tensor], rows: Tensor, grads: Tensor, lr: float) -> None:
+        first, own = chunk * self.chunk_rows, self.own
+        pieces = [piece.cut(first, first + self.chunk_rows, 0) for piece in self.pieces_of_shard]
+        copy = Tables([p for p in pieces if p], 0, own.dim, rows.device, eps=own.eps, dtype=own.weight.dtype)
+        copy.weight, copy.moment = whole
+        copy.updates = own.updates
+        copy.update(rows, grads, lr)
+        for stored, updated in zip((own.weight, own.moment), whole, strict=True):
+            part = stored.narrow(0, chunk * self.span, self.span)
+            mean = torch.empty_like(part, dtype=torch.float32)
+            reduce_scatter(mean, updated.float(), group=self.group)
+            part.copy_(mean / self.group.size())
+
+    def _by_chunk(self, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """For each chunk its first row and which of `rows` lie in it (int64 positions)."""
+        chunk = rows // max(self.chunk_rows, 1)
+        order = chunk.argsort(stable=True)
+        if self.chunks == 1:
+            yield 0, order
+            return
+        counts = torch.bincount(chunk, minlength=self.chunks).tolist()
+        for number, where in enumerate(order.split(counts)):
+            yield number * self.chunk_rows, where
+
+    def _gathered(self, stored: list[Tensor]) -> Iterator[list[Tensor]]:
+        """The chunks of some of this rank's tensors, whole; the next one is under way while one is in use."""
+
+        def start(chunk: int) -> list[tuple[Tensor, dist.Work]]:
+            begun = []
+            for tensor in stored:
+                part = tensor.narrow(0, chunk * self.span, self.span)
+                whole = part.new_empty(self.chunk_rows, *part.shape[1:])
+                begun.append((whole, all_gather(whole, part, group=self.group, async_op=True)))
+            return begun
+
+        ahead = start(0)
+        for chunk in range(self.chunks):
+            for _, work in ahead:
+                work.wait()
+            ready = [whole for whole, _ in ahead]
+            ahead = start(chunk + 1) if chunk + 1 < self.chunks else []
+            yield ready
+            ready.clear()  # or the consumer's name for it would keep this chunk while a third one is made
+
+    def num_bytes(self) -> int:
+        return self.own.num_bytes()
+
+    def saves(self) -> bool:
+        return True
+
+    def assert_equal(self) -> None:
+        """There are no copies: each row is stored once."""

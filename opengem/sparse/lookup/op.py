@@ -1,0 +1,181 @@
+"""Table-batched lookup over many tables and features, and its update.
+
+Tables of one width are one matrix `weight` `[R, D]`; feature f reads rows `first_rows[f] + id`. The bags of feature f
+are `offsets[f * B : (f + 1) * B + 1]`, B bags for each feature, as in table-batched embedding libraries.
+
+    out = lookup(weight, ids, offsets, first_rows, pooling="sum")
+    order = sort_ids(weight, ids, offsets, first_rows, pooling="sum")     # needs no gradient: may run ahead
+    update(weight, state, order, grad_out, optimiser, lr=0.1, step=1)
+
+Ids are not range-checked here; `collection.IdReader` does it. Same inputs give the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from opengem.kernels import backend
+from opengem.sparse import noise
+from opengem.sparse.lookup import reference
+from opengem.sparse.lookup.optimiser import Optimiser
+
+POOLINGS = ("sum", "mean", "none")
+
+
+@dataclass(frozen=True)
+class Order:
+    """The ids of a batch in the order an update needs.
+
+    rows: `[N]` sorted row numbers. source: `[N]`, the row of the gradients each position takes. coefficients: float32
+    `[N]` that multiply them, or None for 1. pieces: how the kernels cut `rows` (None for the plain implementation).
+    """
+
+    rows: Tensor
+    source: Tensor
+    coefficients: Tensor | None
+    pieces: tuple[Tensor, Tensor] | None
+
+
+def lookup(
+    weight: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    first_rows: Tensor,
+    *,
+    pooling: str,
+    sample_weights: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Rows of `ids`, pooled by bag ("sum", "mean") or one for each id ("none").
+
+    weight: `[R, D]` float32, bfloat16 or float16, 1 <= D <= 1024. ids: int64 `[N]`. offsets: int64 `[F * B + 1]`.
+    first_rows: int64 `[F]`. sample_weights: float32 `[N]`, factors before the sum (pooling "sum" or "mean"; they get no
+    gradient). Returns `dtype` `[F * B, D]`, an empty bag gives 0, or `[N, D]`. Sums are in float32.
+    """
+    _check(weight, ids, offsets, first_rows, pooling, sample_weights)
+    arguments = (weight, ids, offsets, first_rows, pooling, sample_weights, dtype)
+    return _implementation(weight).lookup(*arguments)
+
+
+def sort_ids(
+    weight: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    first_rows: Tensor,
+    *,
+    pooling: str,
+    sample_weights: Tensor | None = None,
+) -> Order:
+    """The stable order of a batch's ids by row; arguments as for `lookup`, of `weight` only shape and device matter."""
+    _check(weight, ids, offsets, first_rows, pooling, sample_weights)
+    kernels, pooled = _implementation(weight), pooling != "none"
+    if kernels is reference:
+        rows, bags = reference.number_rows(ids, offsets, first_rows)
+    else:
+        rows, bags = kernels.number_rows(ids, offsets, first_rows, _row_dtype(weight))
+    factors = sample_weights
+    if pooling == "mean":
+        lengths = offsets.diff()
+        each = 1 / lengths.clamp(min=1).float().index_select(0, bags)
+        factors = each if factors is None else each * factors
+    return _order(kernels, rows, bags if pooled else None, factors)
+
+
+def sort_rows(weight: Tensor, rows: Tensor) -> Order:
+    """The order of row numbers int64 `[N]` of the matrix itself, with one gradient row each."""
+    return _order(_implementation(weight), rows.to(_row_dtype(weight)), None, None)
+
+
+def _order(kernels, rows: Tensor, bags: Tensor | None, factors: Tensor | None) -> Order:
+    rows, order = rows.sort(stable=True)
+    factors = factors.index_select(0, order) if factors is not None else None
+    if kernels is reference or rows.shape[0] == 0:
+        return Order(rows, order if bags is None else bags.index_select(0, order), factors, None)
+    source, numbers, starts = kernels.find_pieces(rows, order, bags)
+    return Order(rows, source, factors, (numbers, starts))
+
+
+def update(
+    weight: Tensor,
+    state: dict[str, Tensor],
+    order: Order,
+    grads: Tensor,
+    optimiser: Optimiser,
+    *,
+    lr: float,
+    step: int,
+    rounding: noise.Rounding | None = None,
+) -> None:
+    """Sum the gradients of each row in the batch, then step it once, in place.
+
+    grads: float32 or 16-bit, `[F * B, D]` or `[N, D]` as `lookup` returned. state: from `optimiser.state`. step: 1, 2,
+    ..., the number of this update. rounding: keys of the noise for 16-bit rows (default: one table named "rows").
+    No ids: nothing happens.
+    """
+    if order.rows.shape[0] == 0:
+        return
+    rounding = rounding or noise.Rounding.of([("rows", 0, 0)], weight.device)
+    if order.pieces is None:
+        grads = grads.index_select(0, order.source).float()
+        if order.coefficients is not None:
+            grads = grads * order.coefficients[:, None]
+        every = torch.arange(grads.shape[0], device=grads.device)
+        rows, summed = reference.sum_segments(order.rows, every, grads)
+        reference.update(weight, state, rows.long(), summed, optimiser, lr, step, rounding)
+        return
+    numbers, starts = order.pieces
+    scalars = (lr, optimiser.eps, optimiser.moment_scale, *optimiser.betas, *optimiser.corrections(step))
+    _implementation(weight).update(
+        weight,
+        state.get("moment"),
+        state.get("mean"),
+        grads,
+        order.rows,
+        order.source,
+        order.coefficients,
+        numbers,
+        starts,
+        rounding.at_step(step if weight.dtype != torch.float32 else None),
+        optimiser.kind,
+        tuple(map(float, scalars)),
+    )
+
+
+def _implementation(weight: Tensor):
+    if backend.implementation("sparse_lookup", weight.device, dtype=weight.dtype, dim=weight.shape[1]) == "reference":
+        return reference
+    from opengem.sparse.lookup import triton
+
+    return triton
+
+
+def _row_dtype(weight: Tensor) -> torch.dtype:
+    """int32 row numbers sort twice as fast; chosen by the size of the matrix alone, so every rank agrees."""
+    return torch.int32 if weight.shape[0] < 2**31 else torch.int64
+
+
+def _check(
+    weight: Tensor, ids: Tensor, offsets: Tensor, first_rows: Tensor, pooling: str, sample_weights: Tensor | None
+) -> None:
+    if pooling not in POOLINGS:
+        raise ValueError(f"sparse lookup: pooling {pooling!r}, wanted one of {', '.join(POOLINGS)}")
+    if weight.dim() != 2 or not 1 <= weight.shape[1] <= 1024 or not weight.is_contiguous():
+        raise ValueError(f"sparse lookup: weight must be contiguous [R, D], 1 <= D <= 1024, got {list(weight.shape)}")
+    for name, tensor in (("ids", ids), ("offsets", offsets), ("first_rows", first_rows)):
+        if tensor.dtype != torch.int64 or tensor.dim() != 1:
+            raise ValueError(f"sparse lookup: {name} must be int64 [n], got {tensor.dtype} {list(tensor.shape)}")
+    features, bags = first_rows.shape[0], offsets.shape[0] - 1
+    if features == 0 or bags % features:
+        raise ValueError(
+            f"sparse lookup: {features} features need offsets of length {features} * B + 1, got {offsets.shape[0]}"
+        )
+    if sample_weights is not None and (sample_weights.shape != ids.shape or pooling == "none"):
+        raise ValueError(
+            f"sparse lookup: sample_weights need pooling sum or mean and shape {list(ids.shape)}, "
+            f"got {pooling} and {list(sample_weights.shape)}"
+        )
+    if ids.shape[0] >= 2**31:
+        raise ValueError(f"sparse lookup: at most 2^31 - 1 ids a call, got {ids.shape[0]}; split the features")

@@ -1,0 +1,121 @@
+"""Embedding tables over many processes, first generation (V1): each row on one rank, ids and vectors by all-to-all.
+
+    collection = shard(schema, features, config, device, seed, mesh)     # same interface as EmbeddingCollection
+
+A collection is routing over the mesh's `sparse_shard` axis (here) times storage over its `sparse_replica` axis:
+`Tables` alone is V1, `sharded_2d.ReplicatedTables` V2, `fully_sharded_2d.FullyShardedTables` V3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from opengem.config import SparseConfig
+from opengem.data.schema import Feature, Schema
+from opengem.mesh import Mesh
+from opengem.sparse.collection import EmbeddingCollection, Route, pieces_of, row_dtype, slots_of, table_rows
+from opengem.sparse.fully_sharded_2d import FullyShardedTables
+from opengem.sparse.plan import Plan, Planner, plan
+from opengem.sparse.sharded_2d import ReplicatedTables
+from opengem.sparse.table import Tables, sum_duplicates
+
+
+def shard(
+    schema: Schema,
+    features: list[Feature],
+    config: SparseConfig,
+    device: torch.device | str,
+    seed: int,
+    mesh: Mesh,
+    planner: Planner | None = None,
+) -> EmbeddingCollection:
+    """The collection of `mesh.sparse`: V1 when sparse_replica is 1, else V2, or V3 with `config.fully_shard`.
+
+    Collective: every rank calls it with equal arguments. planner: replaces the default `plan`.
+    """
+    slots = slots_of(schema, features, config.max_rows)
+    rows = table_rows(slots)
+    group, replicas = mesh.sparse.get_group("sparse_shard"), mesh.sparse.get_group("sparse_replica")
+    width = group.size()
+    row_bytes = config.dim * row_dtype(config).itemsize + 4
+    load = {name: float(sum(slot.table == name for slot in slots)) for name in rows}
+    made = planner(rows, width, row_bytes) if planner else plan(rows, width, row_bytes=row_bytes, load=load)
+    router = AllToAllRouter(rows, made, group, device)
+    pieces, count = list(made.pieces[group.rank()]), made.rows(group.rank())
+    options = {"eps": config.eps, "dtype": row_dtype(config)}
+    if config.fully_shard:
+        storage = FullyShardedTables(
+            pieces, count, config.dim, device, replicas, config.replicas, config.reads, config.chunk_mb << 20, **options
+        )
+    elif replicas.size() > 1:
+        storage = ReplicatedTables(pieces, count, config.dim, device, replicas, config.replicas, **options)
+    else:
+        storage = Tables(pieces, count, config.dim, device, **options)
+    return EmbeddingCollection(schema, features, config, device, seed, router, storage)
+
+
+@dataclass(frozen=True)
+class RemoteRoute(Route):
+    """inverse: int64 `[N]`, which distinct row each id is. sent, received: distinct rows by rank, host ints."""
+
+    inverse: Tensor
+    sent: list[int]
+    received: list[int]
+
+
+class AllToAllRouter:
+    """Sends each distinct row number to the rank that keeps it; vectors and gradients travel the same way.
+
+    Every method is collective over `group`; a rank without ids takes part with empty messages.
+    """
+
+    def __init__(self, rows: dict[str, int], made: Plan, group: dist.ProcessGroup, device: torch.device | str) -> None:
+        self.group, self.ranks = group, group.size()
+        self.rows_a_rank = max([made.rows(rank) for rank in range(self.ranks)] + [1])
+        begin = {piece.table: piece.at for piece in pieces_of(rows)}
+        runs = sorted(
+            (begin[piece.table] + piece.first, rank * self.rows_a_rank + piece.at)
+            for rank, pieces in enumerate(made.pieces)
+            for piece in pieces
+            if piece.rows
+        )
+        starts, places = zip(*runs, strict=True) if runs else ((0,), (0,))
+        self.starts = torch.tensor(starts, device=device)
+        self.shifts = torch.tensor(places, device=device) - self.starts
+        self.edges = torch.arange(self.ranks + 1, device=device) * self.rows_a_rank
+
+    def send_ids(self, rows: Tensor) -> RemoteRoute:
+        """rows: int64 `[N]` in the numbering of all tables -> the rows that were asked of this rank."""
+        places = rows + self.shifts[torch.searchsorted(self.starts, rows, right=True) - 1]
+        wanted, inverse = torch.unique(places, return_inverse=True)
+        sent = torch.searchsorted(wanted, self.edges).diff()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        sent, received = torch.stack([sent, received]).tolist()
+        return RemoteRoute(self._exchange(wanted % self.rows_a_rank, sent, received), inverse, sent, received)
+
+    def vectors(self, route: RemoteRoute, found: Tensor) -> Tensor:
+        return self._exchange(found, route.received, route.sent).index_select(0, route.inverse)
+
+    def grads(self, route: RemoteRoute, grads: Tensor) -> tuple[Tensor, Tensor]:
+        _, summed = sum_duplicates(route.inverse, grads)
+        return route.rows, self._exchange(summed, route.sent, route.received)
+
+    def agree(self, flag: Tensor) -> Tensor:
+        votes = flag.to(torch.int32)
+        dist.all_reduce(votes, dist.ReduceOp.MIN)
+        return votes.bool()
+
+    def gather(self, own: Tensor) -> Tensor:
+        whole = own.float()  # each row comes from one rank, so the sum is exact
+        dist.all_reduce(whole)
+        return whole.to(own.dtype)
+
+    def _exchange(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        out = values.new_empty(sum(received), *values.shape[1:])
+        dist.all_to_all_single(out, values.contiguous(), received, sent, group=self.group)
+        return out

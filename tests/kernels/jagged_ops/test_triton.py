@@ -1,0 +1,109 @@
+"""The jagged kernels against the reference: on a GPU in 16 bit, in Triton's interpreter in fp32."""
+
+import pytest
+import torch
+
+from opengem.kernels import backend
+from opengem.kernels.jagged_ops import op
+from tests.kernels.grid import LENGTHS, case, offsets
+from tests.kernels.interpret import DEVICE, DTYPES, GPU, close_to, needs_kernels
+
+NAMES = list(LENGTHS) if GPU else ["empty_batch", "all_empty", "zero_q", "zero_kv", "zero_between", "tile_edges_64"]
+WIDTHS = [1, 96, 256, 1500] if GPU else [12]
+
+
+def both(call, leaves):
+    """Outputs and gradients of kernel and reference; equal bits wanted for copies."""
+    results = []
+    for kind in ("triton", "reference"):
+        inputs = [x.detach().requires_grad_() for x in leaves]
+        with backend.force(kind):
+            outs = call(*inputs)
+            outs = outs if isinstance(outs, tuple) else (outs,)
+            torch.manual_seed(1)
+            seeds = [torch.randn(o.shape, device=DEVICE).to(o.dtype) for o in outs]
+            results.append([*outs, *torch.autograd.grad(outs, inputs, seeds)])
+    return results
+
+
+def rows(count, *tail, dtype):
+    return torch.randn(count, *tail, device=DEVICE).to(dtype)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", NAMES)
+def test_copies_have_the_bits_of_the_reference(name, width, dtype, poisoned_empty):
+    lengths, others = case(name)
+    starts, more = offsets(lengths, DEVICE), offsets(others, DEVICE)
+    x, y = rows(sum(lengths), width, dtype=dtype), rows(sum(others), width, dtype=dtype)
+    size, total = max(lengths, default=0) + 1, sum(lengths)
+    padded = rows(len(lengths), size, width, dtype=dtype)
+    for call, leaves in [
+        (lambda x: op.jagged_to_padded(x, starts, size, fill=3.0), [x]),
+        (lambda p: op.padded_to_jagged(p, starts, total), [padded]),
+        (lambda x, y: op.concat_jagged(x, y, starts, more)[0], [x, y]),
+        (lambda z: op.split_jagged(z, starts, more, total), [torch.cat([x, y])]),
+    ]:
+        for a, b in zip(*both(call, leaves), strict=True):
+            assert torch.equal(a, b)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", NAMES)
+def test_sums_and_products_match_the_reference(name, width, dtype, poisoned_empty):
+    lengths = case(name)[0]
+    starts, batch, size = offsets(lengths, DEVICE), len(lengths), max(lengths, default=0)
+    x, dense = rows(sum(lengths), width, dtype=dtype), rows(batch, width, dtype=dtype)
+    weight = rows(batch, width, 24, dtype=dtype)
+    index = torch.randint(0, max(1, sum(lengths)), (3 * sum(lengths),), device=DEVICE)
+    for call, leaves in [
+        (lambda x, d: op.broadcast_add(x, d, starts), [x, dense]),
+        (lambda x: op.gather_rows(x, index), [x]),
+        (lambda x, w: op.jagged_dense_bmm(x, w, starts, max_length=size), [x, weight]),
+    ]:
+        got, plain = both(call, leaves)
+        exact = both(call, [leaf.double() for leaf in leaves])[1] if GPU else plain
+        seeds_differ = dtype != torch.float32  # 16-bit seeds round; compare with the plain result instead
+        for a, b, c in zip(got, exact, plain, strict=True):
+            close_to(a, c.double() if seeds_differ else b, c)
+
+
+@pytest.mark.gpu
+def test_rows_behind_the_end_bad_indices_and_truncation(poisoned_empty):
+    x = rows(10, 64, dtype=torch.bfloat16)
+    starts = offsets([3, 4], DEVICE)
+    assert bool((op.padded_to_jagged(rows(2, 4, 64, dtype=torch.bfloat16), starts, 10)[7:] == 0).all())
+    assert torch.equal(op.broadcast_add(x, rows(2, 64, dtype=torch.bfloat16), starts)[7:], x[7:])
+    assert torch.equal(op.jagged_to_padded(x, starts, 2)[1], x[3:5])
+    assert bool((op.gather_rows(x, torch.tensor([-1, 10], device=DEVICE)) == 0).all())
+
+
+@pytest.mark.gpu
+def test_padding_beyond_2_to_the_31_elements():
+    """(B - 1) * L * D above 2^31: the last sample still lands in its place."""
+    lengths = [4, 0, 5]
+    x = rows(9, 1024, dtype=torch.bfloat16)
+    out = op.jagged_to_padded(x, offsets(lengths, DEVICE), 1_100_000)
+    assert torch.equal(out[2, :5], x[4:]) and float(out[2, 5:100].abs().sum()) == 0
+    assert torch.equal(op.padded_to_jagged(out, offsets(lengths, DEVICE), 9), x)
+
+
+@pytest.mark.gpu
+def test_same_bits_every_run_and_no_sync():
+    x, index = rows(500, 128, dtype=torch.bfloat16), torch.randint(0, 500, (4000,), device=DEVICE)
+    starts = offsets([100, 0, 400], DEVICE)
+    calls = [(lambda x: op.gather_rows(x, index), [x]),
+             (lambda x, d: op.broadcast_add(x, d, starts), [x, rows(3, 128, dtype=torch.bfloat16)])]
+    for call, leaves in calls:
+        first = both(call, leaves)[0]
+        assert all(torch.equal(a, b) for a, b in zip(first, both(call, leaves)[0], strict=True))
+        leaf = [x.detach().requires_grad_() for x in leaves]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            call(*leaf).sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

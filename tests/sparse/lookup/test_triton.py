@@ -1,0 +1,47 @@
+"""The kernels compile for Hopper and Blackwell without spills, with wide loads; nothing is run."""
+
+from __future__ import annotations
+
+import pytest
+
+aot = pytest.importorskip("tests.kernels.aot")
+MODULE = "opengem.sparse.lookup.triton"
+SCALARS = ["lr", "eps", "moment_scale", "beta1", "beta2", "correction1", "correction2"]
+
+
+def types_of(row: str, grad: str) -> dict[str, str]:
+    types = {"weight": row, "grads": grad, "out": grad, "ids": "*i64", "offsets": "*i64", "first_rows": "*i64"}
+    types |= {"moment": "*fp32", "first_moment": "*fp32", "partials": "*fp32", "sample_weights": "*fp32"}
+    types |= {"coefficients": "*fp32", "rows": "*i32", "source": "*i32", "starts": "*i32", "numbers": "*i32"}
+    types |= dict.fromkeys(["piece_starts", "piece_shifts", "piece_keys", "order"], "*i64")
+    types |= {"bags": "*i32", "marks": "*i32"} | dict.fromkeys(SCALARS, "fp32")
+    return types | dict.fromkeys(["count", "num_pieces", "bags_per_feature"], "i32")
+
+
+def compiled(kernel: str, dim: int, row: str, **constants) -> dict:
+    width = 1 << (dim - 1).bit_length()
+    known = {"DIM": dim, "BLOCK_D": width, **constants}
+    num_warps = known.pop("num_warps", 2)
+    return aot.compile_ahead(
+        f"{MODULE}:{kernel}", types_of(row, row), known, capability=known.pop("capability", 90), num_warps=num_warps
+    )
+
+
+@pytest.mark.parametrize("row, capability", [("*fp32", 90), ("*fp16", 100)])
+def test_update_compiles_without_spills(row, capability):
+    common = {"CUT": 128, "SHORT": 4, "WEIGHTED": True, "OPTIMISER": "adagrad", "ROUND": row != "*fp32"}
+    for kernel, tile in (("update_short_kernel", {"PIECES": 4}), ("update_long_kernel", {"POSITIONS": 4})):
+        found = compiled(kernel, 128, row, capability=capability, num_warps=1, **common, **tile)
+        assert found["spill_bytes"] == 0 and found["shared"] <= aot.SHARED_LIMIT
+        assert "atom.global" not in found["ptx"]
+        assert "ld.global.v4" in found["ptx"]  # a row is read 16 bytes a lane
+
+
+def test_other_kernels_compile():
+    for row in ("*fp32", "*fp16"):
+        found = compiled("lookup_pooled_kernel", 128, row, ROWS=16, MEAN=False, WEIGHTED=True)
+        assert found["spill_bytes"] == 0 and "ld.global.v4" in found["ptx"]
+    found = compiled("lookup_rows_kernel", 64, "*fp16", ROWS=32)
+    assert found["spill_bytes"] == 0 and "st.global.v4" in found["ptx"]
+    found = compiled("combine_kernel", 256, "*bf16", AHEAD=16, CUT=128, OPTIMISER="adam", ROUND=True)
+    assert found["spill_bytes"] == 0

@@ -1,0 +1,197 @@
+"""Every generation over Gloo processes gives what one process gives, and reads what any other wrote."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from opengem.errors import UserError
+from opengem.sparse import checkpoint
+from opengem.sparse.plan import all_row_wise, plan
+from tests.sparse.workers import (
+    ROWS,
+    SHORT,
+    copy,
+    everything,
+    make,
+    one_process,
+    spawn,
+    trajectories,
+)
+
+STEPS, KINDS = 50, ("weight", "moment")
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """Number of steps -> (losses, tables) of one process that sees every sample."""
+    return {steps: one_process(steps) for steps in (SHORT, STEPS)}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """World size -> what each rank found; each group of processes also reads what the groups before it saved."""
+    folder = str(tmp_path_factory.mktemp("checkpoints"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    found = {1: [everything(0, 1, SHORT, folder)]}
+    for world in (4, 2):
+        found[world] = spawn(everything, world, STEPS if world == 4 else SHORT, folder)
+    found["one again"] = [everything(0, 1, 1, folder)]
+    yield found
+    dist.destroy_process_group()
+
+
+worlds = pytest.mark.parametrize("world", [1, 2, 4])
+many = pytest.mark.parametrize("world", [2, 4])
+
+
+@pytest.mark.multi
+@worlds
+def test_losses_and_tables_are_those_of_one_process(world, runs, reference):
+    """Gradients are summed once over shards and copies; a rank without data, a hot id, a table of 6 rows on 4 ranks."""
+    for found in runs[world]:
+        for ours, tables, _ in found["trajectories"].values():
+            losses, state = reference[len(ours)]
+            torch.testing.assert_close(torch.tensor(ours), torch.tensor(losses), rtol=1e-6, atol=1e-6)
+            for kind in KINDS:
+                for table in ROWS:
+                    torch.testing.assert_close(tables[kind][table], state[kind][table], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.multi
+@many
+def test_copied_and_fully_sharded_tables_agree_bit_for_bit(world, runs):
+    found = runs[world][0]["trajectories"]
+    for kind in KINDS:
+        for table in ROWS:
+            copied, *split = (found[name][1][kind][table] for name in ("v2_2", "v3_2", "v3_2_chunks"))
+            assert torch.equal(copied, split[0]) and torch.equal(copied, split[1])
+
+
+@pytest.mark.multi
+@many
+def test_fully_sharded_bytes_are_those_of_a_copy_over_the_copies(world, runs):
+    for found in runs[world]:
+        sizes = {name: size for name, (_, _, size) in found["trajectories"].items()}
+        rows = sizes["v2_2"] // 36
+        assert sizes["v3_2"] == -(-rows // 2) * 36  # within a row of half, optimiser state included
+
+
+@pytest.mark.multi
+@many
+def test_a_fully_sharded_lookup_never_holds_more_than_its_chunks(world, runs):
+    shard, chunk, most = runs[world][0]["peak"]
+    assert most <= chunk + chunk // 2 + 8192 < shard / 6  # Gloo's thread may keep a finished half chunk for a moment
+
+
+@pytest.mark.multi
+@many
+def test_averaging_is_the_mean_of_copies_that_stepped_alone(world, runs):
+    found = runs[world][0]["average"]
+    for name in ("v2", "v3", "v3_chunks"):
+        for kind in KINDS:
+            for table, wanted in found["by hand"][kind].items():
+                torch.testing.assert_close(found[name][kind][table], wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.multi
+@many
+def test_copies_that_differ_in_one_bit_are_found(world, runs):
+    for found in runs[world]:
+        assert found["divergence"] == "sparse replicas differ: 1 values of the rows, first in row 7"
+
+
+@pytest.mark.multi
+@worlds
+def test_the_pipeline_changes_no_bit(world, runs):
+    assert all(found["pipeline"] for found in runs[world])
+
+
+@pytest.mark.multi
+@many
+def test_ranks_that_run_out_at_different_times_are_told(world, runs):
+    """No hang and no silent end: every rank raises, at the same step."""
+    for rank, found in enumerate(runs[world]):
+        state = "has no" if rank == 0 else "has"
+        told = f"1: ranks ran out of batches at different times: rank {rank} {state} batch 2"
+        assert found["uneven"].startswith(told)
+    assert runs[1][0]["uneven"] == "2"
+
+
+@pytest.mark.multi
+def test_any_checkpoint_loads_into_any_generation_on_any_number_of_processes(runs):
+    """Empty shards (a table of 6 rows on 4 ranks) included; training goes on as if nothing had happened."""
+    wanted = one_process(2)[1]
+    next_loss = one_process(3)[0][2]
+    seen = 0
+    for world, ranks in runs.items():
+        for found in ranks:
+            for name, (state, losses) in found["checkpoints"].items():
+                seen += 1
+                for kind in KINDS:
+                    for table in ROWS:
+                        ours, other = state[kind][table], wanted[kind][table]
+                        torch.testing.assert_close(ours, other, rtol=1e-6, atol=1e-6, msg=name)
+                assert losses[0] == pytest.approx(next_loss, rel=1e-6), (world, name)
+    assert seen > 30
+
+
+@pytest.mark.multi
+def test_eight_processes(reference):
+    for name, (losses, _, _) in spawn(trajectories, 8, 3, ("v1", "v2_2", "v3_2"))[0].items():
+        assert losses == pytest.approx(reference[SHORT][0][:3], rel=1e-6), name
+
+
+def test_a_checkpoint_that_lacks_rows_or_has_other_tables_is_refused(tmp_path, runs):
+    collection = make(1)
+    with pytest.raises(UserError, match="has no sparse"):
+        checkpoint.load(collection, tmp_path)
+    checkpoint.save(collection, tmp_path)
+    before = copy(collection.state_dict())
+    checkpoint.load(collection, tmp_path)
+    assert all(torch.equal(before["weight"][t], collection.state_dict()["weight"][t]) for t in ROWS)
+    saved = torch.load(tmp_path / "sparse.00000.pt")
+    saved["runs"] = [run for run in saved["runs"] if run["table"] != "shop"]
+    torch.save(saved, tmp_path / "sparse.00000.pt")
+    with pytest.raises(UserError, match="6 rows of table 'shop' are in none of its files"):
+        checkpoint.load(collection, tmp_path)
+    torch.save({**saved, "dim": 4}, tmp_path / "sparse.00000.pt")
+    with pytest.raises(UserError, match="of width 4, wanted"):
+        checkpoint.load(collection, tmp_path)
+
+
+# ---- plans ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_a_plan_covers_every_row_once(world):
+    for made in (plan(ROWS, world, row_bytes=36), all_row_wise(ROWS, world, 36)):
+        for table, rows in ROWS.items():
+            runs = sorted((p.first, p.rows) for pieces in made.pieces for p in pieces if p.table == table)
+            assert sum(n for _, n in runs) == rows
+            assert all(a + n == b for (a, n), (b, _) in zip(runs, runs[1:], strict=False))
+        for pieces in made.pieces:
+            assert [p.at for p in pieces] == [sum(q.rows for q in pieces[:i]) for i in range(len(pieces))]
+
+
+def test_a_plan_balances_and_prints_bytes_and_load():
+    made = plan({"big": 1000, "a": 100, "b": 100, "c": 90}, 4, row_bytes=36, ranks_per_node=2)
+    assert made.placement == {"big": "row", "a": "table", "b": "table", "c": "table"}
+    assert [made.rows(rank) for rank in range(4)] == [350, 350, 340, 250]
+    assert "350         12,600" in made.describe()
+
+
+def test_a_table_of_a_nodes_size_stays_inside_one_node():
+    made = plan({"mid": 600, "rest": 600}, 4, row_bytes=36, ranks_per_node=2)
+    assert made.placement == {"mid": "node", "rest": "node"}
+    assert [{p.table for p in pieces} for pieces in made.pieces] == [{"mid"}, {"mid"}, {"rest"}, {"rest"}]
+
+
+def test_a_plan_names_what_it_does_not_know():
+    with pytest.raises(UserError, match="no table 'x'; tables are items"):
+        plan({"items": 4}, 2, row_bytes=36, placement={"x": "row"})
+    with pytest.raises(UserError, match="placement 'column', wanted one of table, node, row"):
+        plan({"items": 4}, 2, row_bytes=36, placement={"items": "column"})
+    with pytest.raises(UserError, match="4 ranks are no multiple of 3"):
+        plan({"items": 4}, 4, row_bytes=36, ranks_per_node=3)

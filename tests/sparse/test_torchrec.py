@@ -1,0 +1,108 @@
+"""The same training with TorchRec (table-wise, fused row-wise Adagrad) on two processes; skipped where it is missing.
+
+Install beside the CPU build of torch 2.13: `fbgemm-gpu-cpu==1.8.0` and, without its dependencies, `torchrec==1.8.0`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from opengem.sparse.plan import all_row_wise
+from tests.sparse import workers
+
+pytestmark = [
+    pytest.mark.multi,
+    pytest.mark.skipif(importlib.util.find_spec("torchrec") is None, reason="TorchRec is not installed"),
+]
+STEPS, LR = 20, 0.05
+KEYS = {"views.item": "items", "views.shop": "shop", "item": "items", "hour": "hour", "tags": "tags"}
+
+
+def torchrec_collection(world: int, start: dict):
+    """A sharded TorchRec EmbeddingCollection, table i on rank i % world, with the rows of `start`."""
+    from torchrec.distributed import DistributedModelParallel, ShardingEnv
+    from torchrec.distributed.comm_ops import set_gradient_division
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
+    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+    from torchrec.distributed.types import ShardingPlan
+    from torchrec.modules.embedding_configs import EmbeddingConfig
+    from torchrec.modules.embedding_modules import EmbeddingCollection
+    from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+    from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+    set_gradient_division(False)
+    tables = [
+        EmbeddingConfig(
+            name=f"table_{name}", embedding_dim=workers.DIM, num_embeddings=rows,
+            feature_names=[key for key, table in KEYS.items() if table == name],
+        )
+        for name, rows in workers.ROWS.items()
+    ]  # fmt: skip
+    module = EmbeddingCollection(tables=tables, device=torch.device("meta"))
+    apply_optimizer_in_backward(RowWiseAdagrad, module.parameters(), {"lr": LR, "eps": 1e-8})
+    sharder = EmbeddingCollectionSharder()
+    placed = {f"table_{name}": table_wise(rank=i % world) for i, name in enumerate(workers.ROWS)}
+    made = construct_module_sharding_plan(
+        module, placed, sharder, local_size=world, world_size=world, device_type="cpu"
+    )
+    model = DistributedModelParallel(
+        module, env=ShardingEnv.from_process_group(dist.group.WORLD), device=torch.device("cpu"),
+        plan=ShardingPlan({"": made}), sharders=[sharder],
+    )  # fmt: skip
+    for table, shard in local_shards(model):
+        first = shard.metadata.shard_offsets[0]
+        shard.tensor.detach().copy_(start[table][first : first + shard.tensor.shape[0]])
+    return model
+
+
+def local_shards(model):
+    for name, tensor in model.state_dict().items():
+        for shard in tensor.local_shards():
+            yield name.split(".")[-2].removeprefix("table_"), shard
+
+
+def keyed(batch):
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    one = torch.ones(batch.batch_size, dtype=torch.int64)
+    inputs = {key: batch.sequences.get(key, batch.features.get(key)) for key in KEYS}
+    values = [x.values if hasattr(x, "values") and hasattr(x, "offsets") else x for x in inputs.values()]
+    lengths = [x.lengths if hasattr(x, "offsets") else one for x in inputs.values()]
+    return KeyedJaggedTensor(keys=list(KEYS), values=torch.cat(values), lengths=torch.cat(lengths))
+
+
+class Looked:
+    """TorchRec's vectors in the shape of `Embedded`."""
+
+    def __init__(self, batch, found) -> None:
+        self.sequences = {k: batch.sequences[k].with_values(found[k].values()) for k in ("views.item", "views.shop")}
+        lists = batch.features["tags"]
+        zero = torch.zeros(batch.batch_size, workers.DIM)
+        pooled = zero.index_add(0, lists.row_to_sample, found["tags"].values())
+        self.features = {"item": found["item"].values(), "hour": found["hour"].values(), "tags": pooled}
+
+
+def compare(rank: int, world: int) -> float:
+    """Largest difference of any row after STEPS steps."""
+    ours = workers.make(1, planner=all_row_wise)
+    theirs = torchrec_collection(world, ours.state_dict()["weight"])
+    for step in range(STEPS):
+        batch = workers.part(workers.random_batch(step), rank, world, step=0)  # TorchRec takes no rank without samples
+        workers.loss_of(batch, ours(batch)).backward()
+        ours.step(LR)
+        workers.loss_of(batch, Looked(batch, theirs(keyed(batch)))).backward()
+    final = ours.state_dict()["weight"]
+    worst = 0.0
+    for table, shard in local_shards(theirs):
+        first = shard.metadata.shard_offsets[0]
+        rows = final[table][first : first + shard.tensor.shape[0]]
+        worst = max(worst, float((rows - shard.tensor).abs().max()))
+    return worst
+
+
+def test_tables_are_torchrecs_after_20_steps():
+    assert max(workers.spawn(compare, 2)) < 1e-5

@@ -1,0 +1,332 @@
+"""What the processes of the distributed tests run, and how they are started."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import time
+import weakref
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from opengem import mesh
+from opengem.config import SparseConfig
+from opengem.data.batch import Batch
+from opengem.data.schema import Feature, Label, Schema, Stream
+from opengem.jagged import Jagged
+from opengem.sparse import checkpoint
+from opengem.sparse.collection import EmbeddingCollection
+from opengem.sparse.fully_sharded_2d import FullyShardedTables
+from opengem.sparse.pipeline import Pipeline
+from opengem.sparse.plan import all_row_wise
+from opengem.sparse.sharded import shard
+from opengem.sparse.table import Piece
+
+DIM, BATCH, SHORT = 8, 12, 8
+SCHEMA = Schema(
+    name="toy",
+    streams=(Stream("views", (Feature("item", rows=61, table="items"), Feature("shop", rows=6))),),
+    features=(
+        Feature("item", rows=61, table="items", role="item"),
+        Feature("hour", rows=24),
+        Feature("tags", "ids", rows=17, table="tags"),
+    ),
+    labels=(Label("click"),),
+    splits={"train": (0, 10)},
+)
+FEATURES = list(SCHEMA.features)
+ROWS = {"items": 61, "shop": 6, "hour": 24, "tags": 17}
+
+
+def spawn(worker, world: int, *args, seconds: float = 100.0) -> list:
+    """Run `worker(rank, world, *args)` in `world` Gloo processes; returns what each of them returned."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.spawn(_enter, (world, folder, worker, args), nprocs=world, join=False)
+        end = time.monotonic() + seconds
+        while not context.join(max(end - time.monotonic(), 0.0), grace_period=2):
+            if time.monotonic() > end:
+                for process in context.processes:
+                    process.kill()
+                raise TimeoutError(f"{worker.__name__} on {world} processes took more than {seconds} s")
+        return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(world)]
+
+
+def _enter(rank: int, world: int, folder: str, worker, args) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=20))
+    torch.save(worker(rank, world, *args), Path(folder) / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def random_batch(step: int, size: int = BATCH) -> Batch:
+    """Random histories (some empty) and ids; `shop` only ever sees one hot id."""
+    g = torch.Generator().manual_seed(step)
+
+    def ids(rows: int, count: int) -> torch.Tensor:
+        return torch.randint(rows, (count,), generator=g)
+
+    lengths = torch.randint(0, 6, (size,), generator=g)
+    tags = torch.randint(0, 4, (size,), generator=g)
+    total = int(lengths.sum())
+    history = Jagged.from_lengths(ids(61, total), lengths)
+    return Batch(
+        sequences={"views.item": history, "views.shop": history.with_values(torch.full((total,), 5))},
+        features={
+            "item": ids(61, size),
+            "hour": ids(24, size),
+            "tags": Jagged.from_lengths(ids(17, int(tags.sum())), tags),
+        },
+        labels={"click": torch.rand(size, generator=g)},
+        weights=torch.ones(size),
+        timestamps=torch.arange(size),
+        rows=torch.arange(size),
+    )
+
+
+def part(batch: Batch, rank: int, world: int, step: int) -> Batch:
+    """This rank's samples. On odd steps rank 1 has none and rank 0 its share as well."""
+    edges = [batch.batch_size * r // world for r in range(world + 1)]
+    if step % 2 and world > 1:
+        edges[1] = edges[2]
+    first, last = edges[rank], edges[rank + 1]
+
+    def cut(x):
+        if isinstance(x, dict):
+            return {name: cut(value) for name, value in x.items()}
+        if isinstance(x, Jagged):
+            return Jagged.from_lengths(x.values[x.offsets[first] : x.offsets[last]], x.lengths[first:last])
+        return x[first:last]
+
+    return Batch(**{field.name: cut(getattr(batch, field.name)) for field in dataclasses.fields(batch)})
+
+
+def loss_of(batch: Batch, embedded) -> torch.Tensor:
+    """A per-sample squared error over everything that was looked up, summed and divided by the global batch size."""
+    score = torch.zeros(batch.batch_size)
+    for i, (_, history) in enumerate(sorted(embedded.sequences.items())):
+        each = torch.tanh(history.values * (i + 1.5)).sum(1)
+        score = score.index_add(0, history.row_to_sample, each)
+    for i, (_, vectors) in enumerate(sorted(embedded.features.items())):
+        score = score + torch.tanh(vectors * (i + 1)).sum(1)
+    return (score - batch.labels["click"]).square().sum() / BATCH
+
+
+def train(collection: EmbeddingCollection, rank: int, world: int, steps: int, first: int = 0) -> list[float]:
+    losses = []
+    for step in range(first, first + steps):
+        batch = part(random_batch(step), rank, world, step)
+        loss = loss_of(batch, collection(batch))
+        loss.backward()
+        assert bool(collection.finite())
+        collection.step(0.05)
+        total = loss.detach().clone()
+        if world > 1:
+            dist.all_reduce(total)
+        losses.append(float(total))
+    return losses
+
+
+def one_process(steps: int, **options) -> tuple[list[float], dict]:
+    """The reference: every sample in this process."""
+    collection = EmbeddingCollection(SCHEMA, FEATURES, config(**options), "cpu", seed=3)
+    return train(collection, 0, 1, steps), copy(collection.state_dict())
+
+
+def config(**options) -> SparseConfig:
+    return SparseConfig(dim=DIM, init_std=0.3, check_replicas=True, **options)
+
+
+def make(replicas: int, planner=None, chunk_bytes: int = 0, replicas_option="exact", **options) -> EmbeddingCollection:
+    """A sharded collection with `replicas` copies; tiny chunks are set by hand, since the option counts whole MiB."""
+    meshes = mesh.build(mesh.MeshSpec(sparse_replica=replicas), "cpu")
+    made = shard(SCHEMA, FEATURES, config(replicas=replicas_option, **options), "cpu", 3, meshes, planner)
+    if chunk_bytes:
+        own = made.storage
+        shape = (own.pieces_of_shard, sum(p.rows for p in own.pieces_of_shard), DIM, "cpu", own.group, own.semantics)
+        made.storage = type(own)(*shape, "chunks", chunk_bytes, eps=1e-8)
+        made.reinitialise(3)
+    return made
+
+
+def copy(state: dict) -> dict:
+    return {kind: {name: t.clone() for name, t in tables.items()} for kind, tables in state.items()}
+
+
+def generations(world: int) -> dict[str, dict]:
+    """Name -> arguments of `make` for every generation that fits `world` processes."""
+    made = {"v1": {"replicas": 1}, "v1_rows": {"replicas": 1, "planner": all_row_wise}}
+    for replicas in {2, world} if world > 1 else ():
+        made[f"v2_{replicas}"] = {"replicas": replicas}
+        made[f"v3_{replicas}"] = {"replicas": replicas, "fully_shard": True}
+        made[f"v3_{replicas}_chunks"] = {"replicas": replicas, "fully_shard": True, "chunk_bytes": 512}
+    return made
+
+
+def everything(rank: int, world: int, steps: int, folder: str) -> dict:
+    """All checks of one group of processes in one start, since starting them is what takes the time."""
+    found = {"trajectories": trajectories(rank, world, steps), "checkpoints": checkpoints(rank, world, folder)}
+    found["pipeline"] = pipeline(rank, world)
+    found["uneven"] = uneven_batches(rank, world)
+    if world > 1:
+        found["average"] = average(rank, world)
+        found["divergence"] = divergence(rank, world)
+        found["peak"] = peak(rank, world)
+    return found
+
+
+MAIN = ("v1", "v2_2", "v3_2", "v3_2_chunks")
+
+
+def trajectories(rank: int, world: int, steps: int, names: tuple[str, ...] = ()) -> dict:
+    """Losses, tables and bytes of every generation; all `steps` for the main ones, a few for the others."""
+    found = {}
+    for name, arguments in generations(world).items():
+        if names and name not in names:
+            continue
+        collection = make(**arguments)
+        losses = train(collection, rank, world, steps if name in MAIN else min(steps, SHORT))
+        found[name] = (losses, collection.state_dict(), collection.num_bytes())
+    return found
+
+
+def checkpoints(rank: int, world: int, folder: str) -> dict:
+    """Load every checkpoint that is in the folder into every generation, then save one of each after two steps."""
+    before, loaded = sorted(Path(folder).iterdir()), {}
+    chosen = {name: arguments for name, arguments in generations(world).items() if name in MAIN}
+    for name, arguments in chosen.items():
+        for saved in before:
+            collection = make(**arguments)
+            checkpoint.load(collection, saved)
+            loaded[f"{saved.name} into {name} on {world}"] = (
+                copy(collection.state_dict()),
+                train(collection, rank, world, 1, first=2),
+            )
+    if world > 1:
+        dist.barrier()
+    for name, arguments in chosen.items():
+        collection = make(**arguments)
+        train(collection, rank, world, 2)
+        path = Path(folder) / f"{name} on {world}"
+        path.mkdir(exist_ok=True)
+        checkpoint.save(collection, path, rank)
+    if world > 1:
+        dist.barrier()
+    return loaded
+
+
+def pipeline(rank: int, world: int) -> bool:
+    """Whether the pipelined loop gives the bits of the plain one, for two passes."""
+    plain, piped = make(1), make(1)
+    for _ in range(2):
+        batches = [part(random_batch(step), rank, world, step) for step in range(5)]
+        losses = train(plain, rank, world, 5)
+        for step, (batch, embedded) in enumerate(Pipeline(batches, piped)):
+            loss = loss_of(batch, embedded)
+            loss.backward()
+            piped.step(0.05)
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            assert float(total) == losses[step]
+    return torch.equal(plain.storage.weight, piped.storage.weight)
+
+
+def uneven_batches(rank: int, world: int) -> str:
+    """Rank 0 ends after two batches, the others after three: what each rank is told."""
+    batches = [part(random_batch(step), rank, world, step) for step in range(2 if rank == 0 else 3)]
+    collection, done = make(1), 0
+    try:
+        for batch, embedded in Pipeline(batches, collection):
+            loss_of(batch, embedded).backward()
+            collection.step(0.05)
+            done += 1
+    except RuntimeError as error:
+        return f"{done}: {error}"
+    return f"{done}"
+
+
+def average(rank: int, world: int) -> dict:
+    """Averaging V2 and V3, and the same by hand: every copy steps alone, then the mean of all."""
+    kinds = {"v2": {}, "v3": {"fully_shard": True}, "v3_chunks": {"fully_shard": True, "chunk_bytes": 512}}
+    found = {}
+    for name, options in kinds.items():
+        collection = make(world, replicas_option="average", **options)
+        train(collection, rank, world, 3)
+        found[name] = collection.state_dict()
+    alone = EmbeddingCollection(SCHEMA, FEATURES, config(), "cpu", seed=3)
+    mean = copy(alone.state_dict())
+    for step in range(3):
+        states = []
+        for r in range(world):
+            alone.load_state_dict(mean)
+            batch = part(random_batch(step), r, world, step)
+            loss_of(batch, alone(batch)).backward()
+            alone.step(0.05)
+            states.append(copy(alone.state_dict()))
+        mean = {
+            kind: {name: sum(s[kind][name] for s in states) / world for name in tables} for kind, tables in mean.items()
+        }
+    return {"by hand": mean, **found}
+
+
+def divergence(rank: int, world: int) -> str:
+    """What the check of the copies says after one bit of one of them has changed."""
+    collection = make(world)
+    collection.storage.assert_equal()
+    if rank == world - 1:
+        collection.storage.weight[7, 3] += 1e-6
+    try:
+        collection.storage.assert_equal()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+class LiveBytes(TorchDispatchMode):
+    """Largest number of bytes of tensors made inside the block that lived at one time."""
+
+    def __init__(self, persistent: torch.Tensor) -> None:
+        super().__init__()
+        self.live, self.most, self.known = 0, 0, {persistent.untyped_storage()._cdata}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage) -> None:
+        key = storage._cdata
+        if key in self.known or not storage.nbytes():
+            return
+        size = storage.nbytes()
+        self.known.add(key)
+        self.live += size
+        self.most = max(self.most, self.live)
+
+        def gone() -> None:
+            self.known.discard(key)
+            self.live -= size
+
+        weakref.finalize(storage, gone)
+
+
+def peak(rank: int, world: int) -> tuple[int, int, int]:
+    """(bytes of a whole shard, chunk_bytes, most bytes alive in a lookup of 10 rows) with a table of 20,000 rows."""
+    meshes = mesh.build(mesh.MeshSpec(sparse_replica=world), "cpu")
+    chunk = 64 << 10
+    piece, group = Piece("t", 0, 20_000, 0), meshes.sparse.get_group("sparse_replica")
+    tables = FullyShardedTables([piece], 20_000, DIM, "cpu", group, "exact", "chunks", chunk, eps=0)
+    rows = torch.arange(10) * 1999
+    with LiveBytes(tables.weight) as bytes_alive:
+        found = tables.lookup(rows)
+    assert found.shape == (10, DIM)
+    return 20_000 * DIM * 4, chunk, bytes_alive.most
