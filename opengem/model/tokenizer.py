@@ -76,7 +76,7 @@ class NumberEncoding(nn.Module):
     def __init__(self, count: int, dim: int) -> None:
         super().__init__()
         knots = sum(hats(torch.zeros(()), step).shape[0] for step in self.STEPS)
-        self.curve = nn.Parameter(torch.randn(count, knots, dim) * 0.05)  # smooth at first: the slope leads
+        self.curve = nn.Parameter(torch.randn(count, knots, dim) * dim**-0.5)
         self.slope = nn.Parameter(torch.randn(count, dim) * dim**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
