@@ -293,7 +293,9 @@ def _consume_dkdv(
                         HEAD_DIM, STREAM, STAGES, s_layout, p_layout)
             mbarrier.arrive(stay_empty, count=1)
             done += 1
-            _store(dk_ptr, dk * scale, row, rows, head * HEAD_DIM, stride, HALF, HEAD_DIM)
+            # Rows behind the last offset have no queries, but their v may hold NaN, and p = 0 does not hide it.
+            dk = gl.where(m > 0, dk * scale, 0.0)
+            _store(dk_ptr, dk, row, rows, head * HEAD_DIM, stride, HALF, HEAD_DIM)
             _store(dv_ptr, dv, row, rows, head * HEAD_DIM, stride, HALF, HEAD_DIM)
 
 
