@@ -5,7 +5,7 @@ import torch
 
 from opengem.kernels import backend
 from opengem.kernels.mx.op import quantize_mx
-from tests.kernels.interpret import DEVICE, DTYPES, GPU, close_to, needs_kernels
+from tests.kernels.interpret import DEVICE, DTYPES, GPU, capture, close_to, needs_kernels
 from tests.kernels.norm.test_op import OURS, leaves
 
 SHAPES = [(1, 64), (33, 384), (5, 1000), (7, 1024), (3000, 256), (2, 8192)] if GPU else [(1, 8), (33, 40), (5, 64)]
@@ -76,10 +76,7 @@ def test_same_bits_every_run_no_sync_and_graph(kind):
     for a, c in zip(first, run(OURS[kind], (x, r, w, b), True, seeds, "triton"), strict=True):
         assert torch.equal(a, c)
     eager, eager_mx = OURS[kind](x, w, b), OURS[kind](x, w, b, quantize="e4m3")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = OURS[kind](x, w, b)
-        mx = OURS[kind](x, w, b, quantize="e4m3")
+    graph, (y, mx) = capture(lambda: (OURS[kind](x, w, b), OURS[kind](x, w, b, quantize="e4m3")))
     graph.replay()
     assert torch.equal(y, eager) and torch.equal(mx.scale, eager_mx.scale)
     compiled = torch.compile(lambda x, w, b: OURS[kind](x, w, b), fullgraph=True)(x, w, b)
