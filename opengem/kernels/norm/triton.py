@@ -18,8 +18,9 @@ from opengem.kernels.mx import triton as mx
 from opengem.kernels.mx.triton import quantize_tile
 
 TILE = 8192  # elements of a tile of the forward, with eight warps
-BACKWARD_TILE = 4096  # the same for the backward, which holds more of them
-BACKWARD_PROGRAMS = 4  # an SM
+BACKWARD_TILE = 2048  # the same for the backward, which holds more of them
+BACKWARD_PROGRAMS = 4  # of eight warps an SM
+BACKWARD_STAGES = 3  # tiles under way: the sums over a row would otherwise leave the memory idle
 WIDEST_QUANTIZED = 1024  # 32 rows of it stay in the registers of sixteen warps
 
 
@@ -101,7 +102,7 @@ def _forward_mx(x, residual, weight, bias, data, scale, total, mean_out, rstd_ou
 @triton.jit(do_not_specialize=["rows"])
 def _backward(grad, grad_total, total, weight, mean_in, rstd_in, grad_x, grad_weight, grad_bias, rows, width,
               CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-              ROWS: tl.constexpr, WIDTH: tl.constexpr):
+              ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr):
     columns = tl.arange(0, WIDTH)
     inside = columns < width
     scale = tl.zeros([WIDTH], tl.float32) + 1.0
@@ -109,7 +110,7 @@ def _backward(grad, grad_total, total, weight, mean_in, rstd_in, grad_x, grad_we
         scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     weight_share = tl.zeros([ROWS, WIDTH], tl.float32)
     bias_share = tl.zeros([ROWS, WIDTH], tl.float32)
-    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         mask = (row < rows)[:, None] & inside[None, :]
         pointer = row[:, None] * width + columns[None, :]
@@ -199,13 +200,14 @@ def norm_backward(grad: Tensor, grad_total: Tensor | None, total: Tensor, weight
     grad_x = total.new_empty(total.shape)
     options = _options(total, grad_total, weight, None, mean.numel() > 0) | {"BIAS": has_bias}
     tile_rows = max(1, BACKWARD_TILE // options["WIDTH"])
-    programs = min(triton.cdiv(rows, tile_rows), BACKWARD_PROGRAMS * _multiprocessors(total.device))
+    warps = min(max(8, options["WIDTH"] // 256), 32)
+    programs = min(triton.cdiv(rows, tile_rows), BACKWARD_PROGRAMS * 8 // warps * _multiprocessors(total.device))
     shares = [rstd.new_empty(programs if used else 0, width) for used in (weight is not None, has_bias)]
     if rows:
         _backward[(programs,)](
             grad.contiguous(), total if grad_total is None else grad_total.contiguous(), total,
             total if weight is None else weight.contiguous(), mean, rstd, grad_x, *shares, rows, width, **options,
-            ROWS=tile_rows, num_warps=8)
+            ROWS=tile_rows, STAGES=BACKWARD_STAGES, num_warps=warps)
     vectors = [share.sum(0) if used else rstd.new_empty(0)
                for share, used in zip(shares, (weight is not None, has_bias), strict=True)]
     return grad_x, vectors[0], vectors[1]
