@@ -200,7 +200,7 @@ def norm_backward(grad: Tensor, grad_total: Tensor | None, total: Tensor, weight
     grad_x = total.new_empty(total.shape)
     options = _options(total, grad_total, weight, None, mean.numel() > 0) | {"BIAS": has_bias}
     tile_rows = max(1, BACKWARD_TILE // options["WIDTH"])
-    warps = min(max(8, options["WIDTH"] // 256), 32)
+    warps = min(max(8, options["WIDTH"] // 256), 16)
     programs = min(triton.cdiv(rows, tile_rows), BACKWARD_PROGRAMS * 8 // warps * _multiprocessors(total.device))
     shares = [rstd.new_empty(programs if used else 0, width) for used in (weight is not None, has_bias)]
     if rows:
