@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from opengem.data.labels import base_rates, counts
 from opengem.data.schema import Label, Schema
 from opengem.data.store import Samples
 from opengem.metrics import summarize
@@ -44,7 +45,7 @@ def compute(
     columns = [*inputs, "weight", *(label.name for label in schema.labels)]
     samples = Samples.open(folder, schema, columns=columns)
     train = _sampled(samples, train_split, max_train_rows, seed)
-    rates = _base_rates(folder, schema, train_split)
+    rates = base_rates(folder, schema, train_split)
     scores = {baseline.name: {split: {} for split in eval_splits} for baseline in schema.baselines}
     models = {
         (baseline.name, label.name): _fit(baseline.kind, baseline.features, train, label, seed)
@@ -55,7 +56,7 @@ def compute(
         rows = samples.read(*samples.split(split))
         for baseline in schema.baselines:
             for label in schema.labels:
-                counted = _counted(rows, label)
+                counted = counts(label, rows)
                 predictions = models[baseline.name, label.name](_matrix(rows, baseline.features)[counted])
                 scores[baseline.name][split][label.name] = summarize(
                     predictions, rows[label.name][counted], rows["weight"][counted], rates[label.name]
@@ -71,22 +72,6 @@ def _sampled(samples: Samples, split: str, max_rows: int, seed: int) -> dict[str
     return samples.take(first + np.sort(chosen))
 
 
-def _base_rates(folder: Path | str, schema: Schema, split: str) -> dict[str, float | None]:
-    """Weighted mean of each label over the whole split, None without weight."""
-    samples = Samples.open(folder, schema, columns=["weight", *(label.name for label in schema.labels)])
-    rows = samples.read(*samples.split(split))
-    rates = {}
-    for label in schema.labels:
-        weight = rows["weight"] * _counted(rows, label)
-        total = float(weight.sum(dtype=np.float64))
-        rates[label.name] = float((weight * rows[label.name]).sum(dtype=np.float64)) / total if total > 0 else None
-    return rates
-
-
-def _counted(rows: dict[str, np.ndarray], label: Label) -> np.ndarray:
-    return rows[label.given] == 1 if label.given else np.ones(len(rows["weight"]), bool)
-
-
 def _matrix(rows: dict[str, np.ndarray], features: Sequence[str]) -> np.ndarray:
     return np.stack([rows[name] for name in features], axis=1)
 
@@ -96,7 +81,7 @@ def _fit(kind: str, features: Sequence[str], rows: dict[str, np.ndarray], label:
 
     A label y in [0, 1] counts as a positive of weight y and a negative of weight 1 - y, as in the model's loss.
     """
-    counted = _counted(rows, label)
+    counted = counts(label, rows)
     inputs, target, weight = _matrix(rows, features)[counted], rows[label.name][counted], rows["weight"][counted]
     inputs, classes = np.concatenate([inputs, inputs]), np.repeat([1, 0], len(target))
     weight = np.concatenate([weight * target, weight * (1 - target)])

@@ -180,7 +180,8 @@ def load_recipe(name: str) -> Config:
 
 def _evaluate(arguments: list[str]) -> None:
     options = _parse(Evaluate, arguments, "opengem evaluate")
-    from opengem.evaluate import base_rates, evaluate_split
+    from opengem.data.labels import base_rates
+    from opengem.evaluate import evaluate_split
     from opengem.job import open_run
 
     job = open_run(options.run, options.data)

@@ -77,18 +77,21 @@ class SparseConfig:
     dtype: str = "float32"
     """of stored rows: float32, bfloat16 or float16 (16-bit rows are rounded stochastically)"""
     fully_shard: bool = False
-    """split each copy of the tables over the mesh's sparse_replica ranks, and gather chunks of it when rows are read"""
+    """split each copy of the tables over the mesh's sparse_replica ranks"""
+    reads: str = "rows"
+    """how fully sharded tables are read: rows (those that are needed) or chunks (all, a chunk at a time)"""
     replicas: str = "exact"
     """exact: gradients of all copies are summed, as in one big model; average: each copy steps alone, then they are
     averaged"""
     check_replicas: bool = False
     """compare all copies of the tables bit for bit after every step (slow)"""
     chunk_mb: int = 256
-    """most bytes of rows a fully sharded lookup gathers at a time"""
+    """most bytes of rows gathered at a time where fully sharded tables are read by chunks"""
 
     def __post_init__(self) -> None:
         _one_of("sparse.dtype", self.dtype, ("float32", "bfloat16", "float16"))
         _one_of("sparse.replicas", self.replicas, ("exact", "average"))
+        _one_of("sparse.reads", self.reads, ("rows", "chunks"))
         _at_least("sparse.chunk_mb", self.chunk_mb, 1)
         _at_least("sparse.dim", self.dim, 1)
         _at_least("sparse.max_rows", self.max_rows, 0)

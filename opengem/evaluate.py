@@ -5,39 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from opengem.data.batch import Batch
-from opengem.data.schema import Label, Schema
-from opengem.data.store import Samples
+from opengem.data.labels import counts
 from opengem.errors import NonFiniteError, UserError
 from opengem.job import Job
 from opengem.metrics import calibration_curve, summarize
-
-
-def base_rates(folder: Path, schema: Schema, split: str) -> dict[str, float | None]:
-    """Weighted mean label of each task over a split (None without weight): the constant NE is measured against."""
-    names = [label.name for label in schema.labels]
-    samples = Samples.open(folder, schema, columns=[*names, "weight"])
-    first, last = samples.split(split)
-    mass, total = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
-    step = 1 << 20
-    for start in range(first, last, step):
-        columns = samples.read(start, min(start + step, last))
-        for label in schema.labels:
-            weight = counted_weights(label, columns, columns["weight"])
-            mass[label.name] += float(weight.sum())
-            total[label.name] += float((weight * np.nan_to_num(columns[label.name])).sum())
-    return {name: total[name] / mass[name] if mass[name] > 0 else None for name in names}
-
-
-def counted_weights(label: Label, labels: dict[str, np.ndarray], weights: np.ndarray) -> np.ndarray:
-    """float64 `[N]`: the weight of each row for `label`; 0 where it is unknown (NaN) or its condition is not 1."""
-    counts = ~np.isnan(labels[label.name])
-    if label.given:
-        counts &= labels[label.given] == 1
-    return weights.astype(np.float64) * counts
 
 
 def score(job: Job, batches: Iterable[Batch]) -> Iterator[tuple[Batch, dict[str, torch.Tensor]]]:
@@ -80,9 +54,10 @@ def evaluate_split(
     results = {}
     for label in job.schema.labels:
         predictions = torch.cat([p[label.name] for _, p in scored]).numpy()
-        counted, target = counted_weights(label, labels, weights), np.nan_to_num(labels[label.name])
-        results[label.name] = summarize(predictions, target, counted, rates[label.name])
-        results[label.name]["calibration_curve"] = calibration_curve(predictions, target, counted)
+        counted = counts(label, labels)
+        scored_rows = (predictions[counted], labels[label.name][counted], weights[counted])
+        results[label.name] = summarize(*scored_rows, rates[label.name])
+        results[label.name]["calibration_curve"] = calibration_curve(*scored_rows)
     return results
 
 

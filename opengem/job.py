@@ -14,6 +14,7 @@ from opengem.config import Config, from_json
 from opengem.data.batch import Batch
 from opengem.data.loader import Loader, input_features
 from opengem.data.schema import Schema
+from opengem.data.store import Events
 from opengem.errors import UserError
 from opengem.loss import multi_task_loss
 from opengem.model.gem import GEM, stream_config
@@ -34,6 +35,7 @@ class Job:
     optimizer: torch.optim.Optimizer
     step: int = 0
     total_steps: int = 1
+    events: Events | None = None  # histories in memory, shared by the loaders of all splits
 
     @property
     def max_lengths(self) -> dict[str, int]:
@@ -69,7 +71,7 @@ class Job:
     def loader(self, folder: Path, split: str, training: bool) -> Loader:
         """Batches of one split, in the order training or evaluation reads them."""
         data = self.config.data
-        return Loader(
+        loader = Loader(
             folder,
             self.schema,
             data,
@@ -77,7 +79,10 @@ class Job:
             split=split,
             batch_size=data.batch_size if training else data.eval_batch_size,
             seed=self.config.train.seed,
+            events=self.events,
         )
+        self.events = loader.events
+        return loader
 
     def state(self, progress: str) -> dict:
         """What a checkpoint holds, under global names. `progress`: JSON text of where the run stands."""

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -18,10 +19,11 @@ from torch import Tensor
 from opengem import baselines, checkpoint
 from opengem.config import Config, from_json, to_json
 from opengem.data.batch import Batch
+from opengem.data.labels import base_rates
 from opengem.data.loader import Loader
 from opengem.data.schema import Schema
 from opengem.errors import NonFiniteError, UserError
-from opengem.evaluate import base_rates, evaluate_split
+from opengem.evaluate import evaluate_split
 from opengem.job import Job, build
 from opengem.loss import Meter
 from opengem.metrics import entropy
@@ -98,9 +100,8 @@ class Progress:
             if name.endswith(".timestamp") and batch.batch_size:
                 self.tokens += history.values.shape[0]
                 self.padded_tokens += batch.batch_size * int(history.lengths.max())
-                counts = torch.bincount(history.lengths, minlength=history.max_length + 1)
-                seen = self.lengths.get(name, [0] * counts.shape[0])
-                self.lengths[name] = (counts + torch.tensor(seen)).tolist()
+                both = zip_longest(torch.bincount(history.lengths).tolist(), self.lengths.get(name, []), fillvalue=0)
+                self.lengths[name] = [now + before for now, before in both]
 
     def line(self, job: Job, loss: Tensor, norm: Tensor, batch: Batch, rates: dict[str, float | None]) -> dict:
         """One line of metrics.jsonl: `tasks` since the last line, `tasks_total` since the start of the run."""

@@ -17,9 +17,10 @@ import torch
 
 from opengem import checkpoint
 from opengem.config import to_json
+from opengem.data.labels import base_rates
 from opengem.data.schema import Schema
 from opengem.errors import NonFiniteError, UserError
-from opengem.evaluate import base_rates, evaluate_split, predict
+from opengem.evaluate import evaluate_split, predict
 from opengem.job import Job, build, open_run
 from opengem.runlog import read_metrics
 from opengem.train import train
@@ -187,12 +188,16 @@ def test_progressive_evaluation_learns_and_leaves_the_run_alone(data, whole):
     assert checkpoint.find(whole[0] / "checkpoints") == before
 
 
-def test_base_rates_are_those_of_the_training_split(data):
-    from opengem.data.store import Samples
+def test_lengths_and_padding_are_counted_over_batches_of_different_maximum():
+    from opengem.data.batch import Batch
+    from opengem.jagged import Jagged
+    from opengem.train import Progress
 
-    schema = Schema.load(data)
-    first, last = Samples.open(data, schema).split("train")
-    columns = Samples.open(data, schema).read(first, last)
-    rates = base_rates(data, schema, "train")
-    assert rates["click"] == pytest.approx(columns["click"].mean())
-    assert rates["convert"] == pytest.approx(columns["convert"][columns["click"] == 1].mean())
+    progress = Progress(None, None)
+    for lengths in ([2, 0], [5, 1, 1], []):
+        size = len(lengths)
+        history = Jagged.from_lengths(torch.zeros(sum(lengths), dtype=torch.int64), torch.tensor(lengths, dtype=int))
+        zeros = torch.zeros(size, dtype=torch.int64)
+        progress.count(Batch({"view.timestamp": history}, {}, {}, torch.ones(size), zeros, zeros))
+    assert progress.lengths == {"view.timestamp": [1, 2, 1, 0, 0, 1]}
+    assert (progress.samples, progress.tokens, progress.padded_tokens) == (5, 9, 2 * 2 + 3 * 5)

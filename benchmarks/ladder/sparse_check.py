@@ -94,18 +94,28 @@ def sweep(say, case: str) -> None:
             say(facts | options | {"kernel": "lookup", "ms": bench.timed(forward, 6)[0]})
             if group.kind != "none":
                 continue
-            for part in ("short", "long"):  # the other kernel of the update keeps its default
-                chosen = options if part == "short" else {"long_elements": elements, "long_warps": warps}
+            # The other kernel of the update keeps its default.
+            long = {"long_elements": elements, "long_warps": warps}
+            for chosen in (options, options | {"programs_per_sm": 64}, long):
+                say(facts | chosen | {"kernel": "update", "ms": bench.timed(_update(group, orders, chosen), 6)[0]})
+        if group.kind == "none":
+            before = kernels.SHORT
+            for kernels.SHORT in (2, 8):
+                milliseconds = bench.timed(_update(group, orders, {}), 6)[0]
+                say(facts | {"kernel": "update", "short": kernels.SHORT, "ms": milliseconds})
+            kernels.SHORT = before
 
-                def update(i: int, group=group, chosen=chosen, orders=orders) -> None:
-                    order, outputs = orders[i % 2], group.outputs(i % 2)
-                    kernels.update(
-                        group.weight, group.state["moment"], None, group.grads[:outputs], order.rows, order.source,
-                        order.coefficients, *order.pieces, group.rounding.at_step(i), "adagrad",
-                        (0.01, 1e-8, 1.0, 0.9, 0.999, 1.0, 1.0), **chosen,
-                    )  # fmt: skip
 
-                say(facts | chosen | {"kernel": part, "ms": bench.timed(update, 6)[0]})
+def _update(group: bench.Group, orders: list, options: dict):
+    def update(i: int) -> None:
+        order, outputs = orders[i % 2], group.outputs(i % 2)
+        kernels.update(
+            group.weight, group.state["moment"], None, group.grads[:outputs], order.rows, order.source,
+            order.coefficients, *order.pieces, group.rounding.at_step(i), "adagrad",
+            (0.01, 1e-8, 1.0, 0.9, 0.999, 1.0, 1.0), **options,
+        )  # fmt: skip
+
+    return update
 
 
 def timing(say, case: str) -> None:

@@ -74,8 +74,9 @@ def joined(parts: list[Batch]) -> Batch:
 def generations(world: int) -> dict[str, tuple[int, SparseConfig]]:
     """Name -> (copies, options); all copies are checked bit for bit after each step."""
     plain = SparseConfig(dim=64, check_replicas=True)
-    split = SparseConfig(dim=64, fully_shard=True, chunk_mb=1)
-    return {"v1": (1, plain), "v2": (world, plain), "v3": (world, split)}
+    split = SparseConfig(dim=64, check_replicas=True, fully_shard=True)
+    chunks = SparseConfig(dim=64, fully_shard=True, reads="chunks", chunk_mb=1)
+    return {"v1": (1, plain), "v2": (world, plain), "v3": (world, split), "v3 by chunks": (world, chunks)}
 
 
 def check(say, rank: int, world: int, device: str) -> None:
@@ -116,7 +117,7 @@ def time_steps(say, rank: int, world: int, device: str, dense_ms: float) -> None
     described = schema(rows)
     a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
     for name, (copies, config) in generations(world).items():
-        config = SparseConfig(dim=64, fully_shard=config.fully_shard, chunk_mb=512)
+        config = SparseConfig(dim=64, fully_shard=config.fully_shard, reads=config.reads, chunk_mb=512)
         meshes = mesh.build(mesh.MeshSpec(sparse_replica=copies), "cuda")
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

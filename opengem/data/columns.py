@@ -162,6 +162,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def to_numpy(chunks: pa.ChunkedArray, column: Column, file: Path | str, first_row: int = 0) -> np.ndarray | Lists:
     """A checked numpy column of `column.dtype`; lists become `Lists`. `first_row` is added to rows in errors."""
+    if chunks.null_count and column.kind == "label":  # a label that is not known yet
+        unknown = np.asarray(chunks.is_null())
+        return np.where(unknown, np.float32("nan"), to_numpy(chunks.fill_null(0), column, file, first_row))
     if chunks.null_count:
         raise UserError(_null(chunks, column, file, first_row))
     if not column.listed:
@@ -195,15 +198,16 @@ def _null(chunks: pa.ChunkedArray, column: Column, file: Path | str, first_row: 
 
 
 def to_arrow(values: np.ndarray | Lists, column: Column, where: str) -> pa.Array:
-    """The Arrow array that is written for a column, after the same checks as on reading."""
+    """The Arrow array that is written for a column, after the same checks as on reading. A label NaN becomes null."""
     if isinstance(values, Lists) != column.listed:
         wanted = "Lists(offsets, values)" if column.listed else "a plain array"
         raise UserError(f"{where}: column {column.name!r} must be {wanted}, got {type(values).__name__}")
     flat = np.asarray(values.values if column.listed else values)
     if column.kind in INTEGER_KINDS and flat.dtype.kind not in "iu" and len(flat):
         raise UserError(f"{where}: column {column.name!r} holds {flat.dtype}, wanted integers")
-    column.check(flat, lambda i: f"{where}, value {i}")
-    array = pa.array(flat.astype(column.dtype, copy=False))
+    unknown = np.isnan(flat) if column.kind == "label" else None
+    column.check(flat if unknown is None else flat[~unknown], lambda i: f"{where}, value {i}")
+    array = pa.array(flat.astype(column.dtype, copy=False), mask=unknown)
     if not column.listed:
         return array
     return pa.ListArray.from_arrays(pa.array(values.offsets.astype(np.int32)), array)

@@ -29,7 +29,6 @@ def build(
     households: int = 0,
     test_from: str = "2017-11-01",
     repurchase_days: int = 30,
-    gap_days: int = 30,
     seed: int = 0,
     overwrite: bool = False,
 ) -> None:
@@ -43,11 +42,10 @@ def build(
         households: take only this many households, a fixed random subset (0: all 2,469).
         test_from: first day of the test split.
         repurchase_days: days within which buying again counts as a conversion.
-        gap_days: days between the train and the test split, so that no training label is read from the test period.
         seed: seed of the subset and of the sampled negatives.
         overwrite: replace what is in the folder.
     """
-    task = Task(seconds(test_from, "test_from"), repurchase_days=repurchase_days, gap_days=gap_days, seed=seed)
+    task = Task(seconds(test_from, "test_from"), repurchase_days=repurchase_days, seed=seed)
     write(out, load(folder(), households, seed), task, overwrite)
 
 

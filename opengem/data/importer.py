@@ -222,7 +222,9 @@ def _read_samples(
         for field in source.fields:
             columns[field.feature.name] = _encode(chunk, field, vocabularies)
         for label, column in source.labels:
-            columns[label.name] = _checked(chunk, Column(column, "label"))
+            values = numbers(chunk, column, fill=np.nan)  # missing: not known
+            Column(column, "label").check(np.nan_to_num(values), chunk.place)
+            columns[label.name] = values.astype(np.float32)
         if source.weight:
             columns["weight"] = _checked(chunk, Column(source.weight, "weight"))
         yield columns

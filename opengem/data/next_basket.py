@@ -5,11 +5,8 @@ with a few negatives drawn by popularity from the log so far. `convert`, given `
 on that purchase or the buyer bought the product again within `Task.repurchase_days`.
 
 Whatever describes a sample is computed from events STRICTLY before the basket's time: events that carry the same
-timestamp are invisible, so a basket never sees itself. Labels alone look ahead, and they decide the splits:
-- no sample is made in the last `repurchase_days` of the log, where `convert` would be cut short;
-- `train` ends `gap_days` before `test` begins; the samples in between are the split `validation`. A gap as long as
-  `repurchase_days` keeps every training label clear of the test period. 0 trains up to the test: `click` stays strict,
-  `convert` labels of the last days then come from purchases that the test asks for.
+timestamp are invisible, so a basket never sees itself. `convert` alone looks ahead: it is unknown (null) where its
+window is still open when the split ends, so no training label is read from the test period.
 Positives never sold before are dropped with their negatives: a negative always was, so the model could tell them apart.
 
 Draws are hashes of (seed, buyer, time, place), not a stream of random numbers: a sample does not depend on later ones.
@@ -52,12 +49,11 @@ class Task:
     max_positives: int = 20
     negatives: int = 4
     repurchase_days: int = 30
-    gap_days: int = 30
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("min_log", "max_positives", "negatives", "repurchase_days", "gap_days"):
-            low = 0 if name in ("min_log", "gap_days") else 1
+        for name in ("min_log", "max_positives", "negatives", "repurchase_days"):
+            low = 0 if name == "min_log" else 1
             if getattr(self, name) < low:
                 raise UserError(f"{name.replace('_', '-')} = {getattr(self, name)}: must be at least {low}")
 
@@ -167,7 +163,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class Impressions:
-    """Samples `[R]` in time order: basket, candidate product, and the two labels (bool)."""
+    """Samples `[R]` in time order: basket, candidate product, and the labels (float32; NaN: not known yet)."""
 
     basket: np.ndarray
     product: np.ndarray
@@ -197,7 +193,8 @@ def impressions(log: Log, task: Task) -> Impressions:
     horizon = log.bought_at + task.repurchase_days * DAY
     later = (np.searchsorted(log.time, end, side="right")[basket] for end in (log.bought_at, horizon))
     again = Groups(log.pair(log.user, log.product)).count(log.pair(log.buyer[basket], product), *later)
-    converted = coupon[chosen] | (again > 0)
+    ends = np.where(log.bought_at < task.test_from, task.test_from - 1, log.time[-1])
+    converted = np.where(horizon <= ends, 0.0, np.nan)[basket] + (coupon[chosen] | (again > 0))
 
     slot = place[:, None] * task.negatives + np.arange(task.negatives)
     asking = np.broadcast_to(basket[:, None], slot.shape)
@@ -206,7 +203,8 @@ def impressions(log: Log, task: Task) -> Impressions:
     found = products > 0
     clicks = np.broadcast_to(np.arange(1 + task.negatives) == 0, products.shape)
     baskets = np.broadcast_to(basket[:, None], products.shape)
-    return Impressions(baskets[found], products[found], clicks[found], (clicks & converted[:, None])[found])
+    labels = clicks.astype(np.float32), np.where(clicks, converted[:, None], 0.0).astype(np.float32)
+    return Impressions(baskets[found], products[found], labels[0][found], labels[1][found])
 
 
 def _positives(log: Log, task: Task, contents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -216,7 +214,6 @@ def _positives(log: Log, task: Task, contents: np.ndarray) -> tuple[np.ndarray, 
     """
     basket, product = np.divmod(contents, log.num_products)
     asks = (log.visible > task.min_log) & (Groups(log.user).count(log.buyer, 0, log.visible) > 0)
-    asks &= log.bought_at + task.repurchase_days * DAY <= log.time[-1]
     first_sale = np.full(log.num_products, len(log.time))
     np.minimum.at(first_sale, log.product, np.arange(len(log.time)))
     kept = np.flatnonzero(asks[basket] & (first_sale[product] < log.visible[basket]))
@@ -303,17 +300,14 @@ def count_names(attributes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def splits(log: Log, task: Task) -> dict[str, tuple[int, int]]:
-    """train, validation (unless the gap is 0) and test, as the module docstring defines them."""
-    test, trained = task.test_from, task.test_from - task.gap_days * DAY
-    start, end = int(log.time[0]), int(log.time[-1]) - task.repurchase_days * DAY + 1
-    if not start < trained <= test < end:
+    """train up to `test_from`, test from there on."""
+    start, end = int(log.time[0]), int(log.time[-1]) + 1
+    if not start < task.test_from < end:
         raise UserError(
-            f"purchases: the log runs {_date(log.time[0])} to {_date(log.time[-1])}; test_from {_date(test)} with "
-            f"{task.gap_days} days of gap before it and {task.repurchase_days} days kept for labels at the end leaves "
-            "no train or no test split; move test_from, or shorten repurchase_days or gap_days"
+            f"purchases: the log runs {_date(start)} to {_date(end)}; test_from {_date(task.test_from)} leaves no "
+            "train or no test split; move test_from"
         )
-    between = {"validation": (trained, test)} if trained < test else {}
-    return {"train": (start, trained), **between, "test": (test, end)}
+    return {"train": (start, task.test_from), "test": (task.test_from, end)}
 
 
 def describe(shop: Shop, task: Task) -> Schema:
@@ -378,7 +372,7 @@ def _samples(shop: Shop, rows: Impressions, histories: dict) -> Iterator[dict[st
         columns |= {f.name: values[product] for f, values in shop.products.items()}
         columns |= {f.name: values[line] for f, values in shop.contexts.items()}
         columns |= counts.features(basket, product)
-        columns |= {"click": rows.click[part].astype(np.float32), "convert": rows.convert[part].astype(np.float32)}
+        columns |= {"click": rows.click[part], "convert": rows.convert[part]}
         yield columns
 
 
@@ -398,11 +392,12 @@ def _summarise(shop: Shop, schema: Schema, rows: Impressions) -> None:
     time = log.bought_at[rows.basket]
     for name, (start, end) in schema.splits.items():
         inside = (time >= start) & (time < end)
-        clicks = int(rows.click[inside].sum())
-        rate = rows.convert[inside].sum() / max(clicks, 1)
+        clicks = rows.click[inside] > 0
+        converted = rows.convert[inside][clicks]
+        known = converted[~np.isnan(converted)]
         print(
-            f"  {name:10s} {_date(start)} to {_date(end)}: {int(inside.sum()):,} samples, {clicks:,} clicks, "
-            f"{rate:.1%} of them convert"
+            f"  {name:6s}{_date(start)} to {_date(end)}: {len(clicks):,} samples, {clicks.sum():,} clicks; of "
+            f"{len(known):,} whose window has closed {known.mean() if len(known) else 0:.1%} convert"
         )
 
 

@@ -1,6 +1,6 @@
 """UCI Online Retail: a year of invoices of a British gift wholesaler (Chen, Sain and Guo, 2012; CC BY 4.0).
 
-Get it from https://archive.ics.uci.edu/dataset/352/online+retail (DOI 10.24432/C5BW33). Kept are lines with a customer,
+Read it from the file a user downloaded (`PAGE`, DOI 10.24432/C5BW33). Kept are lines with a customer,
 a positive quantity and no cancellation. An invoice is a basket, at the time of its last line. The shop has no product
 catalogue: attributes come from the stock code, the description and the price of a product's first line in the log,
 which any candidate already has.
@@ -22,6 +22,7 @@ from opengem.data.next_basket import Log, Shop, Task, clock, seconds, write
 from opengem.data.schema import Feature
 from opengem.errors import UserError
 
+PAGE = "https://archive.ics.uci.edu/dataset/352/online+retail"
 COLUMNS = {
     "InvoiceNo": pa.string(),
     "StockCode": pa.string(),
@@ -41,12 +42,12 @@ def build(
     file: Path,
     test_from: str = "2011-11-01",
     repurchase_days: int = 30,
-    gap_days: int = 30,
     seed: int = 0,
     overwrite: bool = False,
 ) -> None:
     """Prepare the UCI Online Retail invoices from the file you downloaded (CSV, XLSX or Parquet).
 
+    The file is at https://archive.ics.uci.edu/dataset/352/online+retail (CC BY 4.0).
     Task: for every invoice, which products are bought (`click`, with 4 popularity-sampled negatives each), and which of
     them again within 30 days (`convert`).
 
@@ -55,11 +56,10 @@ def build(
         file: the downloaded table, with the column names of UCI (InvoiceNo, StockCode, ...).
         test_from: first day of the test split.
         repurchase_days: days within which buying again counts as a conversion.
-        gap_days: days between the train and the test split, so that no training label is read from the test period.
         seed: seed of the sampled negatives.
         overwrite: replace what is in the folder.
     """
-    task = Task(seconds(test_from, "test_from"), repurchase_days=repurchase_days, gap_days=gap_days, seed=seed)
+    task = Task(seconds(test_from, "test_from"), repurchase_days=repurchase_days, seed=seed)
     write(out, load(file), task, overwrite)
 
 
@@ -96,7 +96,7 @@ def load(file: Path) -> Shop:
 
 def _read(file: Path) -> pa.Table:
     if not file.is_file():
-        raise UserError(f"online-retail: no file {file}; download it from the page named in `--help` and give its path")
+        raise UserError(f"online-retail: no file {file}; download it from {PAGE} and give its path")
     readers = {".csv": _read_csv, ".xlsx": _read_xlsx, ".parquet": pq.read_table}
     if file.suffix.lower() not in readers:
         raise UserError(f"online-retail: {file} ends in {file.suffix!r}, wanted one of {', '.join(readers)}")

@@ -29,7 +29,10 @@ class StreamState:
 
 
 class HistorySummary(nn.Module):
-    """S_sum: what a stream hands to the feature side, gated `[pooled seeds | most recent events]`."""
+    """S_sum: what a stream hands to the feature side, gated `[pooled seeds | most recent events]`.
+
+    A second gate starts at 0: histories are fed in as they prove useful, not as noise the experts must first unlearn.
+    """
 
     def __init__(self, config: StreamConfig, model: ModelConfig) -> None:
         super().__init__()
@@ -37,11 +40,13 @@ class HistorySummary(nn.Module):
         self.pooling = SeedPooling(config, model)
         self.lift = nn.Linear(config.dim, model.dim)
         self.gate = Gate(model.dim)
+        self.opening = nn.Parameter(torch.zeros(model.dim))
 
     def forward(self, events: Jagged, candidate: Tensor) -> Tensor:
         pooled = self.pooling(events, candidate)
         recent = self.lift(newest(events, self.recent))
-        return self.gate(torch.cat([pooled, recent], 1))
+        summary = self.gate(torch.cat([pooled, recent], 1))
+        return summary * self.opening.to(summary.dtype)
 
     def flops(self, lengths: list[int]) -> int:
         rows = len(lengths)

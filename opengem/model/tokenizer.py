@@ -143,9 +143,11 @@ class EventTokenizer(nn.Module):
         return hats(place(torch.stack(numbers, 1)), self.STEP).flatten(1)
 
     def similarity(self, embedded: Embedded, view: EventView) -> Tensor:
-        """float32 `[T, pairs]`: inner product of the event's and the candidate's embedding, a soft match."""
+        """`[T, pairs]`: inner product of the event's and the candidate's embedding, a soft match."""
+        dtype = compute_dtype(self.inner.weight)
         products = [
-            (self.column(embedded, a) * gather_rows(embedded.features[f.name], view.row)).sum(1) for a, f in self.pairs
+            (self.column(embedded, a).to(dtype) * gather_rows(embedded.features[f.name].to(dtype), view.row)).sum(1)
+            for a, f in self.pairs
         ]
         return torch.stack(products, 1) if products else view.match
 

@@ -88,9 +88,10 @@ class IdReader:
         inputs = [(batch.sequences if slot.sequence else batch.features).get(slot.key) for slot in self.slots]
         counts = [0 if x is None else _values(x).shape[0] for x in inputs]
         ids = torch.cat([_values(x) for x in inputs if x is not None] or [self.rows.new_empty(0)])
+        pinned = torch.tensor(counts, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         slot = torch.repeat_interleave(
             torch.arange(len(counts), device=self.device),
-            torch.tensor(counts, device=self.device, dtype=torch.int64),
+            pinned.to(self.device, non_blocking=True),
             output_size=sum(counts),
         )
         if ids.shape[0]:

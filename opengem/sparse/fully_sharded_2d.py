@@ -1,13 +1,15 @@
 """Third generation (V3): the copies of V2 share one set of rows and state, and gather what a lookup needs.
 
-Persistent memory is that of one copy over all ranks: V2's divided by the number of copies. The lookup all-gathers the
-shard in chunks of whole rows, one in use while the next is under way, so what is gathered at any time stays below
-`chunk_bytes`. The exact update needs no gather at all: row gradients go to the rank that stores the row.
+Persistent memory is that of one copy over all ranks: V2's divided by the number of copies. A lookup reads either the
+rows it needs ("rows": each distinct row travels once from the rank that stores it) or the whole shard ("chunks": an
+all-gather in chunks of whole rows, one in use while the next is under way, so that at most `chunk_bytes` is gathered at
+a time). The exact update needs no gather at all: row gradients go to the rank that stores the row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,11 +19,21 @@ from opengem.mesh import all_gather, reduce_scatter
 from opengem.sparse.table import Piece, Tables, sum_duplicates
 
 
+@dataclass(frozen=True)
+class _Parcel:
+    """How rows of the shard travel to the ranks that store them. order: positions sorted by owner."""
+
+    order: Tensor
+    stored: Tensor
+    sent: list[int]
+    received: list[int]
+
+
 class FullyShardedTables:
     """Rows of one shard, split evenly over the ranks of `group` (the copies of V2). Methods as `Tables`, collective.
 
     The shard's rows are cut into chunks; rank m of M keeps the m-th part of each chunk, so that a chunk is one
-    all-gather. own: this rank's rows and state. semantics: as in `ReplicatedTables`.
+    all-gather. own: this rank's rows and state. semantics: as in `ReplicatedTables`. reads: "rows" or "chunks".
     chunk_bytes: most bytes of rows gathered at a time (two half-size chunks: one in use, one under way).
     """
 
@@ -33,12 +45,13 @@ class FullyShardedTables:
         device: torch.device | str,
         group: dist.ProcessGroup,
         semantics: str,
+        reads: str,
         chunk_bytes: int,
         *,
         eps: float,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.group, self.semantics, self.pieces_of_shard = group, semantics, list(pieces)
+        self.group, self.semantics, self.reads, self.pieces_of_shard = group, semantics, reads, list(pieces)
         ranks, limit = group.size(), max(chunk_bytes // (2 * dim * dtype.itemsize), group.size())
         self.chunks = max(-(-rows // limit), 1)
         self.span = -(-rows // (self.chunks * ranks))
@@ -74,7 +87,19 @@ class FullyShardedTables:
         self.own.initialise(std, seed)
 
     def lookup(self, rows: Tensor) -> Tensor:
-        """float32 `[N, dim]` of rows int64 `[N]` in the shard's numbering. Gathers every chunk once, used or not."""
+        """float32 `[N, dim]` of rows int64 `[N]` in the shard's numbering."""
+        return self._read_rows(rows) if self.reads == "rows" else self._read_chunks(rows)
+
+    def _read_rows(self, rows: Tensor) -> Tensor:
+        """Ask the ranks that store them for the distinct rows."""
+        wanted, inverse = torch.unique(rows, return_inverse=True)
+        parcel = self._parcel(wanted)
+        found = self.weight.index_select(0, self._send(parcel, parcel.stored))
+        back = self._exchange(found, parcel.received, parcel.sent)
+        return torch.empty_like(back).index_copy_(0, parcel.order, back).index_select(0, inverse).float()
+
+    def _read_chunks(self, rows: Tensor) -> Tensor:
+        """Gather every chunk once, used or not."""
         out = rows.new_empty(rows.shape[0], self.own.dim, dtype=torch.float32)
         for (first, where), whole in zip(self._by_chunk(rows), self._gathered([self.weight]), strict=True):
             found = whole[0].index_select(0, rows.index_select(0, where) - first)
@@ -87,24 +112,26 @@ class FullyShardedTables:
         if self.semantics == "average":
             self._update_average(rows, grads, lr)
         else:
-            self.own.update(*self._to_owner(rows, grads), lr)
+            parcel = self._parcel(rows)
+            self.own.update(self._send(parcel, parcel.stored), self._send(parcel, grads), lr)
 
-    def _to_owner(self, rows: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
-        """Send each (row, gradient) to the rank that stores the row -> what this rank stores, in rank order."""
+    def _parcel(self, rows: Tensor) -> _Parcel:
+        """Sort rows by the rank that stores them and tell each rank how many come."""
         owner = rows % max(self.chunk_rows, 1) // max(self.span, 1)
-        order = owner.argsort(stable=True)
         stored = rows // max(self.chunk_rows, 1) * self.span + rows % max(self.span, 1)
         sent = torch.bincount(owner, minlength=self.group.size())
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
-        sent, received = torch.stack([sent, received]).tolist()
+        return _Parcel(owner.argsort(stable=True), stored, *torch.stack([sent, received]).tolist())
 
-        def exchange(values: Tensor) -> Tensor:
-            out = values.new_empty(sum(received), *values.shape[1:])
-            dist.all_to_all_single(out, values.index_select(0, order), received, sent, group=self.group)
-            return out
+    def _send(self, parcel: _Parcel, values: Tensor) -> Tensor:
+        """One value for each row to the rank that stores it -> what this rank was sent, in rank order."""
+        return self._exchange(values.index_select(0, parcel.order), parcel.sent, parcel.received)
 
-        return exchange(stored), exchange(grads)
+    def _exchange(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        out = values.new_empty(sum(received), *values.shape[1:])
+        dist.all_to_all_single(out, values, received, sent, group=self.group)
+        return out
 
     def _update_average(self, rows: Tensor, grads: Tensor, lr: float) -> None:
         """Gather each chunk, update it with this rank's gradients, and keep the mean over ranks of this rank's part."""

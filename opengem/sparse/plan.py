@@ -7,7 +7,6 @@ all ranks. Columns are never cut: row-wise optimisers need the whole row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from opengem.errors import UserError
@@ -108,12 +107,3 @@ def _numbered(pieces: list[Piece]) -> tuple[Piece, ...]:
         out.append(Piece(piece.table, piece.first, piece.rows, at))
         at += piece.rows
     return tuple(out)
-
-
-def all_row_wise(rows: dict[str, int], world_size: int, row_bytes: int) -> Plan:
-    """Every table cut over all ranks: the most even bytes, the most messages."""
-    return plan(rows, world_size, row_bytes=row_bytes, placement=dict.fromkeys(rows, "row"))
-
-
-Planner = Callable[[dict[str, int], int, int], Plan]
-"""(table -> rows, ranks, bytes of a row) -> Plan: what `sharded.shard` takes to override the default."""

@@ -19,7 +19,7 @@ from opengem.data.schema import Feature, Schema
 from opengem.mesh import Mesh
 from opengem.sparse.collection import EmbeddingCollection, Route, pieces_of, row_dtype, slots_of, table_rows
 from opengem.sparse.fully_sharded_2d import FullyShardedTables
-from opengem.sparse.plan import Plan, Planner, plan
+from opengem.sparse.plan import Plan, plan
 from opengem.sparse.sharded_2d import ReplicatedTables
 from opengem.sparse.table import Tables, sum_duplicates
 
@@ -31,11 +31,11 @@ def shard(
     device: torch.device | str,
     seed: int,
     mesh: Mesh,
-    planner: Planner | None = None,
+    placement: dict[str, str] | None = None,
 ) -> EmbeddingCollection:
     """The collection of `mesh.sparse`: V1 when sparse_replica is 1, else V2, or V3 with `config.fully_shard`.
 
-    Collective: every rank calls it with equal arguments. planner: replaces the default `plan`.
+    Collective: every rank calls it with equal arguments. placement: table -> kind, to decide by hand (`plan`).
     """
     slots = slots_of(schema, features, config.max_rows)
     rows = table_rows(slots)
@@ -43,13 +43,13 @@ def shard(
     width = group.size()
     row_bytes = config.dim * row_dtype(config).itemsize + 4
     load = {name: float(sum(slot.table == name for slot in slots)) for name in rows}
-    made = planner(rows, width, row_bytes) if planner else plan(rows, width, row_bytes=row_bytes, load=load)
+    made = plan(rows, width, row_bytes=row_bytes, load=load, placement=placement)
     router = AllToAllRouter(rows, made, group, device)
     pieces, count = list(made.pieces[group.rank()]), made.rows(group.rank())
     options = {"eps": config.eps, "dtype": row_dtype(config)}
     if config.fully_shard:
         storage = FullyShardedTables(
-            pieces, count, config.dim, device, replicas, config.replicas, config.chunk_mb << 20, **options
+            pieces, count, config.dim, device, replicas, config.replicas, config.reads, config.chunk_mb << 20, **options
         )
     elif replicas.size() > 1:
         storage = ReplicatedTables(pieces, count, config.dim, device, replicas, config.replicas, **options)

@@ -274,7 +274,6 @@ def test_weights_and_boolean_labels(shop):
 BAD_FILES = {
     "label": ("impressions.csv", "red,1,1", "red,3,1", ["impressions.csv, row 2", "'clicked'", "label 3.0 is outside"]),
     "label_text": ("impressions.csv", "red,1,1", "red,yes,1", ["impressions.csv", "'clicked'", "invalid value 'yes'"]),
-    "label_missing": ("impressions.csv", "red,1,1", "red,,1", ["row 2", "'clicked' is missing"]),
     "dense_missing": ("impressions.csv", "12:00:00,12", "12:00:00,", ["row 2", "'hour' is missing", '"fill"']),
     "dense_nan": ("impressions.csv", "12:00:00,12", "12:00:00,inf", ["row 2", "'hour'", "inf is not a finite"]),
     "time": ("views.csv", "2024-01-02 10:00:00", "soon", ["views.csv", "'seen_at'", "wanted a time"]),
@@ -419,3 +418,15 @@ def test_a_flag_is_zero_or_one(shop, flag):
     edit(shop, "views.csv", "9.9", "1")
     changes = {"events.view.attributes.price": {"kind": "bits", "columns": ["price", "price"]}}
     assert f"views.csv, row 0: column 'price': flag {flag} must be 0 or 1" in fault(shop, **changes)
+
+
+def test_a_missing_label_is_unknown(shop):
+    """An empty field is null in the data set and counts nowhere; it is not 0."""
+    text = (shop / "impressions.csv").read_text().splitlines()
+    place = text[0].split(",").index("bought")
+    fields = text[1].split(",")
+    fields[place] = ""
+    edit(shop, "impressions.csv", text[1], ",".join(fields))
+    build(shop / "out", spec=shop / "shop.json")
+    labels = pq.read_table(shop / "out/samples")["convert"]
+    assert [value is None for value in labels.to_pylist()] == [True] + [False] * (len(labels) - 1)

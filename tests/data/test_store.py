@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from opengem.data import store
-from opengem.data.columns import Lists
+from opengem.data.columns import Lists, sample_columns, to_arrow
 from opengem.data.schema import Schema
 from opengem.data.store import Events, Samples, Writer
 from opengem.errors import UserError
@@ -242,6 +242,14 @@ def test_bad_sample_value(folder, case):
         assert words in one_line(error)
 
 
+def test_an_unknown_label_is_null_in_the_file_and_nan_in_memory(folder):
+    change(folder / "samples/part-00000.parquet", "convert", setting(5, None))
+    convert = Samples.open(folder, small.SCHEMA).read(0, 40)["convert"]
+    assert np.isnan(convert[5]) and np.isfinite(np.delete(convert, 5)).all() and convert.dtype == np.float32
+    column = next(c for c in sample_columns(small.SCHEMA) if c.name == "convert")
+    assert to_arrow(convert, column, "here").is_null().to_pylist() == [row == 5 for row in range(40)]
+
+
 BAD_EVENTS = {
     "id": ("view.item", [50], ["row 3, entry 0", "'view.item'", "id 50", "table 'item' of 50 rows"]),
     "nan": ("view.price", [float("nan")], ["row 3, entry 0", "'view.price'", "nan"]),
@@ -360,7 +368,7 @@ def test_unsorted_row_groups(folder):
 
 
 # nulls have no numpy form; users and cuts are checked against the histories on reading
-WRITTEN = [c for c in BAD_SAMPLES if not c.startswith(("null", "user", "cut_beyond", "ids"))]
+WRITTEN = [c for c in BAD_SAMPLES if not c.startswith(("null", "user", "cut_beyond", "ids", "label_nan"))]
 
 
 @pytest.mark.parametrize("case", WRITTEN)

@@ -27,7 +27,7 @@ def opened(gem: GEM) -> GEM:
     """With the zero-initialised gates opened, so that nothing is hidden behind them, and a loud last layer."""
     with torch.no_grad():
         for name, parameter in gem.named_parameters():
-            if "cross_layer.gate" in name:
+            if "cross_layer.gate" in name or "opening" in name:
                 parameter.fill_(0.5)
             if name.endswith("out.weight") and "heads" in name:
                 parameter.mul_(50)

@@ -27,8 +27,8 @@ HISTORIES = [[3, 3, 9], [], [0, 3]]
 TAGS = [[3, 3], [], [1]]
 
 
-def collection(**options) -> EmbeddingCollection:
-    return EmbeddingCollection(SCHEMA, list(SCHEMA.features), SparseConfig(dim=4, lr=0.1, **options), "cpu", seed=0)
+def collection(device: str = "cpu", **options) -> EmbeddingCollection:
+    return EmbeddingCollection(SCHEMA, list(SCHEMA.features), SparseConfig(dim=4, lr=0.1, **options), device, seed=0)
 
 
 def batch(histories=HISTORIES, items=(3, 9, 0), hours=(0, 23, 5), tags=TAGS) -> Batch:
@@ -242,3 +242,56 @@ def test_initial_rows_depend_on_seed_and_table_only():
 
 def test_num_bytes_counts_rows_and_state():
     assert collection().num_bytes() == 34 * 4 * 4 + 34 * 4
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bit_rows_train_and_resume_with_the_same_noise(dtype):
+    """Noise is keyed by (table, step, element), so a resumed run repeats the draws of the one that went on."""
+    going, resumed = collection(dtype=dtype), collection(dtype=dtype)
+    for step in range(4):
+        if step == 2:
+            resumed.load_state_dict(going.state_dict())
+        for ours in (going, resumed)[: 1 if step < 2 else 2]:
+            embedded = ours(batch())
+            assert embedded.features["item"].dtype == torch.float32
+            loss_of(embedded).backward()
+            ours.step(0.1)
+    assert going.storage.weight.dtype == getattr(torch, dtype)
+    assert torch.equal(going.storage.weight, resumed.storage.weight)
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_tables_of_the_cpu():
+    results = []
+    for device in ("cpu", "cuda"):
+        ours = collection(device)
+        ours.load_state_dict(collection().state_dict())
+        for _ in range(3):
+            loss_of(ours(batch().to(device))).backward()
+            ours.step(0.1)
+        results.append(ours)
+    torch.testing.assert_close(results[1].storage.weight.cpu(), results[0].storage.weight, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(results[1].storage.moment.cpu(), results[0].storage.moment, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_a_step_on_a_gpu_never_waits_for_it():
+    ours, b = collection("cuda"), batch().to("cuda")
+    for strict in (False, True):
+        torch.cuda.set_sync_debug_mode("error" if strict else "default")
+        try:
+            loss_of(ours(b)).backward()
+            ours.finite()
+            ours.step(0.1)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_a_bad_id_on_a_gpu_is_named_at_the_next_check():
+    ours = collection("cuda")
+    ours(batch(items=(1, 10, 2)).to("cuda"))
+    ours(batch(items=(1, -1, 2)).to("cuda"))
+    with pytest.raises(UserError, match="'item', table 'items' of 10 rows: id 10 "):
+        ours.check()
+    ours.check()

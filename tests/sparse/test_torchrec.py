@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from opengem.sparse.plan import all_row_wise
 from tests.sparse import workers
 
 pytestmark = [
@@ -88,7 +87,7 @@ class Looked:
 
 def compare(rank: int, world: int) -> float:
     """Largest difference of any row after STEPS steps."""
-    ours = workers.make(1, planner=all_row_wise)
+    ours = workers.make(1, placement=dict.fromkeys(workers.ROWS, "row"))
     theirs = torchrec_collection(world, ours.state_dict()["weight"])
     for step in range(STEPS):
         batch = workers.part(workers.random_batch(step), rank, world, step=0)  # TorchRec takes no rank without samples

@@ -24,7 +24,6 @@ from opengem.sparse import checkpoint
 from opengem.sparse.collection import EmbeddingCollection
 from opengem.sparse.fully_sharded_2d import FullyShardedTables
 from opengem.sparse.pipeline import Pipeline
-from opengem.sparse.plan import all_row_wise
 from opengem.sparse.sharded import shard
 from opengem.sparse.table import Piece
 
@@ -144,14 +143,14 @@ def config(**options) -> SparseConfig:
     return SparseConfig(dim=DIM, init_std=0.3, check_replicas=True, **options)
 
 
-def make(replicas: int, planner=None, chunk_bytes: int = 0, replicas_option="exact", **options) -> EmbeddingCollection:
+def make(replicas: int, placement=None, chunk_bytes=0, replicas_option="exact", **options) -> EmbeddingCollection:
     """A sharded collection with `replicas` copies; tiny chunks are set by hand, since the option counts whole MiB."""
     meshes = mesh.build(mesh.MeshSpec(sparse_replica=replicas), "cpu")
-    made = shard(SCHEMA, FEATURES, config(replicas=replicas_option, **options), "cpu", 3, meshes, planner)
+    made = shard(SCHEMA, FEATURES, config(replicas=replicas_option, **options), "cpu", 3, meshes, placement)
     if chunk_bytes:
         own = made.storage
         shape = (own.pieces_of_shard, sum(p.rows for p in own.pieces_of_shard), DIM, "cpu", own.group, own.semantics)
-        made.storage = type(own)(*shape, chunk_bytes, eps=1e-8)
+        made.storage = type(own)(*shape, "chunks", chunk_bytes, eps=1e-8)
         made.reinitialise(3)
     return made
 
@@ -162,7 +161,7 @@ def copy(state: dict) -> dict:
 
 def generations(world: int) -> dict[str, dict]:
     """Name -> arguments of `make` for every generation that fits `world` processes."""
-    made = {"v1": {"replicas": 1}, "v1_rows": {"replicas": 1, "planner": all_row_wise}}
+    made = {"v1": {"replicas": 1}, "v1_rows": {"replicas": 1, "placement": dict.fromkeys(ROWS, "row")}}
     for replicas in {2, world} if world > 1 else ():
         made[f"v2_{replicas}"] = {"replicas": replicas}
         made[f"v3_{replicas}"] = {"replicas": replicas, "fully_shard": True}
@@ -182,7 +181,7 @@ def everything(rank: int, world: int, steps: int, folder: str) -> dict:
     return found
 
 
-MAIN = ("v1", "v2_2", "v3_2_chunks")
+MAIN = ("v1", "v2_2", "v3_2", "v3_2_chunks")
 
 
 def trajectories(rank: int, world: int, steps: int, names: tuple[str, ...] = ()) -> dict:
@@ -323,9 +322,8 @@ def peak(rank: int, world: int) -> tuple[int, int, int]:
     """(bytes of a whole shard, chunk_bytes, most bytes alive in a lookup of 10 rows) with a table of 20,000 rows."""
     meshes = mesh.build(mesh.MeshSpec(sparse_replica=world), "cpu")
     chunk = 64 << 10
-    tables = FullyShardedTables(
-        [Piece("t", 0, 20_000, 0)], 20_000, DIM, "cpu", meshes.sparse.get_group("sparse_replica"), "exact", chunk, eps=0
-    )
+    piece, group = Piece("t", 0, 20_000, 0), meshes.sparse.get_group("sparse_replica")
+    tables = FullyShardedTables([piece], 20_000, DIM, "cpu", group, "exact", "chunks", chunk, eps=0)
     rows = torch.arange(10) * 1999
     with LiveBytes(tables.weight) as bytes_alive:
         found = tables.lookup(rows)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from opengem.kernels.gdpa import triton as kernels
+from opengem.kernels.launch import aligned, launch
 
 NARROW = 64  # most queries a sample may have for the narrow kernels
 CHUNK = 2048  # keys one narrow program walks over; fixed, so that a sample's sums never depend on the batch
@@ -45,10 +46,6 @@ class Plan(NamedTuple):
     kv_bound: int
     runs: bool
 
-    @property
-    def kernel_facts(self) -> dict:
-        return {"D": self.dim, "DP": self.padded, "SEEDS": self.seeds}
-
 
 def deal(
     q: Tensor, k: Tensor, q_offsets: Tensor, kv_offsets: Tensor, size: int, max_q: int, shared_q: bool
@@ -58,10 +55,10 @@ def deal(
     schedule = torch.empty(size, dtype=torch.int32, device=q.device)
     if plan.batch:
         own = 32
-        kernels.deal_tiles[(_cdiv(plan.batch, own), 3)](
-            q_offsets, kv_offsets, schedule, plan.batch, plan.q_bound, plan.kv_bound, Q_TILE=Q_TILE,
-            KV_TILE=plan.kv_tile, SEEDS=plan.seeds, NARROW=plan.narrow, OWN=own,
-        )
+        launch(
+            kernels.deal_tiles, (_cdiv(plan.batch, own), 3, 1), _key(plan, (), q_offsets, kv_offsets),
+            (q_offsets, kv_offsets, schedule, plan.batch, plan.q_bound, plan.kv_bound),
+            (Q_TILE, plan.kv_tile, plan.seeds, plan.narrow, own), _how(4, 3))
     return schedule
 
 
@@ -78,28 +75,29 @@ def forward(
         return _gluon_forward(q, k, v, q_offsets, schedule, plan, max_kv, activation, scale)
     q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
-    options = {"ACT": activation, "FAST": q.is_cuda, **plan.kernel_facts}
+    act = activation, q.is_cuda
+    key = _key(plan, strides, q_offsets, kv_offsets, schedule, q, k, v)
     if plan.narrow:
-        return _narrow_forward(q, k, v, q_offsets, kv_offsets, schedule, plan, scale, strides, options)
+        return _narrow_forward(q, k, v, q_offsets, kv_offsets, schedule, plan, scale, strides, act, key)
     out = q.new_empty(rows, *q.shape[1:])
     bm, bn, warps, stages = FWD[plan.padded]
-    kernels.wide_fwd[(plan.q_bound * plan.heads,)](
-        q, k, v, out, q_offsets, kv_offsets, schedule, plan.batch, rows, scale, plan.heads, *strides,
-        BM=bm, BN=bn, num_warps=warps, num_stages=stages, **options,
-    )
+    launch(
+        kernels.wide_fwd, (plan.q_bound * plan.heads, 1, 1), key,
+        (q, k, v, out, q_offsets, kv_offsets, schedule, plan.batch, rows, scale, plan.heads, *strides),
+        (*act, bm, bn, plan.dim, plan.padded, plan.seeds), _how(warps, stages))
     return out
 
 
-def _narrow_forward(q, k, v, q_offsets, kv_offsets, schedule, plan, scale, strides, options) -> Tensor:
+def _narrow_forward(q, k, v, q_offsets, kv_offsets, schedule, plan, scale, strides, act, key) -> Tensor:
     # Seeds own every output row; jagged queries may leave rows to nobody, and these kernels do not visit them.
     shape = (_out_rows(q, plan), *q.shape[1:])
     out = q.new_empty(shape) if plan.seeds else q.new_zeros(shape)
     partial = _partial(q, plan, plan.runs)
     bn, warps, stages = NARROW_FWD[plan.padded]
-    kernels.narrow_fwd[(plan.kv_bound * plan.heads,)](
-        q, k, v, out, partial, q_offsets, kv_offsets, schedule, plan.q_bound, scale, plan.heads, *strides,
-        BM=plan.block_q, BN=bn, CHUNK=CHUNK, RUNS=plan.runs, num_warps=warps, num_stages=stages, **options,
-    )
+    launch(
+        kernels.narrow_fwd, (plan.kv_bound * plan.heads, 1, 1), key,
+        (q, k, v, out, partial, q_offsets, kv_offsets, schedule, plan.q_bound, scale, plan.heads, *strides),
+        (*act, plan.block_q, bn, plan.dim, plan.padded, plan.seeds, CHUNK, plan.runs), _how(warps, stages))
     if plan.runs:
         _sum_runs(partial, out, q_offsets, kv_offsets, plan)
     return out
@@ -112,12 +110,13 @@ def _gluon_forward(q, k, v, q_offsets, schedule, plan, max_kv, activation, scale
     out = q.new_empty(q.shape)
     resident = max_kv <= GLUON_STAGES * GLUON_KEYS
     blocks = min(_multiprocessors(q.device.index), (plan.batch if resident else plan.q_bound) * plan.heads)
-    gluon_sm90.forward[(blocks,)](
-        _ragged(q, 64), _ragged(k, GLUON_KEYS), _ragged(v, GLUON_KEYS), _ragged(out, 64), out, q_offsets, schedule,
-        plan.batch, 4 + 4 * (plan.q_bound + plan.kv_bound) if resident else 4, out.numel(), scale, plan.heads,
-        q.stride(1), k.stride(1), v.stride(1), ACT=activation, D=plan.dim, BN=GLUON_KEYS, STAGES=GLUON_STAGES,
-        Q_STAGES=GLUON_STAGES, RESIDENT=resident, num_warps=4,
-    )
+    head_strides = q.stride(1), k.stride(1), v.stride(1)
+    start = 4 + 4 * (plan.q_bound + plan.kv_bound) if resident else 4
+    launch(
+        gluon_sm90.forward, (blocks, 1, 1), _key(plan, (out.numel() >> 31, *head_strides), q_offsets, schedule, q),
+        (_ragged(q, 64), _ragged(k, GLUON_KEYS), _ragged(v, GLUON_KEYS), _ragged(out, 64), out, q_offsets, schedule,
+         plan.batch, start, out.numel(), scale, plan.heads, *head_strides),
+        (activation, plan.dim, GLUON_KEYS, GLUON_STAGES, GLUON_STAGES, resident), _how(4))
     return out
 
 
@@ -132,12 +131,12 @@ def _gluon_backward(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, activa
     )
     for a1, a2, b1, b2, o1, o2, offsets, bound, list_start, (rows, stages), keys in sides:
         blocks = min(_multiprocessors(q.device.index), bound * plan.heads)
-        gluon_sm90.backward[(blocks,)](
-            _ragged(a1, 64), _ragged(a2, 64), _ragged(b1, rows), _ragged(b2, rows), _ragged(o1, 64), _ragged(o2, 64),
-            o1, o2, offsets, schedule, plan.batch, list_start, o1.numel(), scale, plan.heads,
-            a1.stride(1), a2.stride(1), b1.stride(1), b2.stride(1),
-            ACT=activation, D=plan.dim, BN=rows, STAGES=stages, KEYS=keys, num_warps=4,
-        )
+        head_strides = a1.stride(1), a2.stride(1), b1.stride(1), b2.stride(1)
+        launch(
+            gluon_sm90.backward, (blocks, 1, 1), _key(plan, (o1.numel() >> 31, *head_strides), offsets, schedule, q),
+            (_ragged(a1, 64), _ragged(a2, 64), _ragged(b1, rows), _ragged(b2, rows), _ragged(o1, 64), _ragged(o2, 64),
+             o1, o2, offsets, schedule, plan.batch, list_start, o1.numel(), scale, plan.heads, *head_strides),
+            (activation, plan.dim, rows, stages, keys), _how(4))
     return dq, dk, dv
 
 
@@ -188,40 +187,41 @@ def backward(
         return _gluon_backward(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, activation, scale)
     grad, q, k, v = (_rows_contiguous(x) for x in (grad, q, k, v))
     strides = (*grad.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
-    options = {"ACT": activation, "FAST": q.is_cuda, **plan.kernel_facts}
+    key = _key(plan, strides, q_offsets, kv_offsets, schedule, q, k, v, grad)
     side = _narrow_backward if plan.narrow else _wide_backward
-    return side(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, scale, strides, options)
+    act = activation, q.is_cuda
+    return side(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, scale, strides, act, key)
 
 
-def _wide_backward(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, scale, strides, options):
+def _wide_backward(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, scale, strides, act, key):
     rows = _out_rows(q, plan)
     dq = q.new_empty(rows, *q.shape[1:], dtype=torch.float32 if plan.seeds else q.dtype)
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     bm, bn, warps, stages = DKDV[plan.padded]
-    kernels.wide_dkdv[(plan.kv_bound * plan.heads,)](
-        grad, q, k, v, dk, dv, q_offsets, kv_offsets, schedule, plan.batch, plan.q_bound, k.shape[0], scale,
-        plan.heads, *strides, BM=bm, BN=bn, num_warps=warps, num_stages=stages, **options,
-    )
+    launch(
+        kernels.wide_dkdv, (plan.kv_bound * plan.heads, 1, 1), key,
+        (grad, q, k, v, dk, dv, q_offsets, kv_offsets, schedule, plan.batch, plan.q_bound, k.shape[0], scale,
+         plan.heads, *strides), (*act, bm, bn, plan.dim, plan.padded, plan.seeds), _how(warps, stages))
     bm, bn, warps, stages = DQ[plan.padded]
-    kernels.wide_dq[(plan.q_bound * plan.heads,)](
-        grad, q, k, v, dq, q_offsets, kv_offsets, schedule, plan.batch, rows, scale, plan.heads, *strides,
-        BM=bm, BN=bn, num_warps=warps, num_stages=stages, **options,
-    )
+    launch(
+        kernels.wide_dq, (plan.q_bound * plan.heads, 1, 1), key,
+        (grad, q, k, v, dq, q_offsets, kv_offsets, schedule, plan.batch, rows, scale, plan.heads, *strides),
+        (*act, bm, bn, plan.dim, plan.padded, plan.seeds), _how(warps, stages))
     if plan.seeds:
         dq = dq.view(plan.batch, *q.shape).sum(0).to(q.dtype)
     return dq, dk, dv
 
 
-def _narrow_backward(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, scale, strides, options):
+def _narrow_backward(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, scale, strides, act, key):
     dq = q.new_zeros(q.shape)
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     partial = _partial(q, plan, plan.runs or plan.seeds > 0)
     bn, warps, stages = NARROW_BWD[plan.padded]
-    kernels.narrow_bwd[(plan.kv_bound * plan.heads,)](
-        grad, q, k, v, dq, dk, dv, partial, q_offsets, kv_offsets, schedule, plan.batch, plan.q_bound,
-        k.shape[0], scale, plan.heads, *strides,
-        BM=plan.block_q, BN=bn, CHUNK=CHUNK, RUNS=plan.runs, num_warps=warps, num_stages=stages, **options,
-    )
+    launch(
+        kernels.narrow_bwd, (plan.kv_bound * plan.heads, 1, 1), key,
+        (grad, q, k, v, dq, dk, dv, partial, q_offsets, kv_offsets, schedule, plan.batch, plan.q_bound, k.shape[0],
+         scale, plan.heads, *strides),
+        (*act, plan.block_q, bn, plan.dim, plan.padded, plan.seeds, CHUNK, plan.runs), _how(warps, stages))
     if plan.seeds:
         dq = partial.sum(0)[:, : plan.seeds].transpose(0, 1).to(q.dtype).contiguous()
     elif plan.runs:
@@ -238,9 +238,21 @@ def _partial(q: Tensor, plan: Plan, needed: bool) -> Tensor:
 
 
 def _sum_runs(partial, out, q_offsets, kv_offsets, plan):
-    kernels.sum_runs[(plan.batch * plan.heads,)](
-        partial, out, q_offsets, kv_offsets, plan.heads, BM=plan.block_q, CHUNK=CHUNK, **plan.kernel_facts
-    )
+    launch(
+        kernels.sum_runs, (plan.batch * plan.heads, 1, 1), None, (partial, out, q_offsets, kv_offsets, plan.heads),
+        (plan.block_q, plan.dim, plan.padded, plan.seeds, CHUNK), _how(4, 3))
+
+
+def _key(plan: Plan, strides: tuple, q_offsets: Tensor, *rest: Tensor) -> tuple | None:
+    """For `launch`: what Triton specialises on besides constants. The last tensor has the dtype of all values."""
+    if not aligned(q_offsets, *rest):
+        return None
+    return q_offsets.device, q_offsets.dtype, rest[0].dtype, rest[-1].dtype, plan.heads, plan.dim, strides
+
+
+@cache
+def _how(warps: int, stages: int | None = None) -> tuple:
+    return (("num_warps", warps), ("num_stages", stages))[: 1 if stages is None else 2]
 
 
 def _plan(q: Tensor, k: Tensor, kv_offsets: Tensor, max_q: int, max_kv: int, shared_q: bool) -> Plan:
@@ -257,7 +269,6 @@ def _plan(q: Tensor, k: Tensor, kv_offsets: Tensor, max_q: int, max_kv: int, sha
 
 def _out_rows(q: Tensor, plan: Plan) -> int:
     return plan.batch * plan.seeds if plan.seeds else q.shape[0]
-
 
 
 def _bound(rows: int, batch: int, tile: int) -> int:

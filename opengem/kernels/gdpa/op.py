@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from opengem.kernels import backend
+from opengem.kernels.custom_op import define
 from opengem.kernels.gdpa import cost, reference
 from opengem.kernels.gdpa.activations import ACTIVATIONS, TAYLOR_LIMIT
 
@@ -53,7 +54,7 @@ def gdpa(
     schedule = kv_offsets.new_empty(0, dtype=torch.int32) if schedule is None else schedule
     if activation == "gelu_taylor6":
         q, k = _normalised(q), _normalised(k)
-    return torch.ops.opengem.gdpa_fwd(
+    return _forward(
         q, k, v, q_offsets, kv_offsets, schedule, max_q, max_kv, activation, float(scale), shared_q
     )
 
@@ -69,7 +70,7 @@ def gdpa_schedule(
     """
     q_offsets, kv_offsets, _ = _complete(q, q_offsets, kv_offsets, max_q, 0, shared_q)
     _check_tensors(q, k, k, q_offsets, kv_offsets, shared_q)
-    return torch.ops.opengem.gdpa_schedule(q, k, q_offsets, kv_offsets, max_q, shared_q)
+    return _schedule(q, k, q_offsets, kv_offsets, max_q, shared_q)
 
 
 def _normalised(x: Tensor) -> Tensor:
@@ -170,8 +171,7 @@ def _schedule_size(q: Tensor, k: Tensor, kv_offsets: Tensor, shared_q: bool) -> 
     return 4 + 4 * ((q_rows + 127) // 128 + (k.shape[0] + 63) // 64 + 3 * batch)
 
 
-@torch.library.custom_op("opengem::gdpa_schedule", mutates_args=())
-def _schedule(q: Tensor, k: Tensor, q_offsets: Tensor, kv_offsets: Tensor, max_q: int, shared_q: bool) -> Tensor:
+def _run_schedule(q: Tensor, k: Tensor, q_offsets: Tensor, kv_offsets: Tensor, max_q: int, shared_q: bool) -> Tensor:
     size = _schedule_size(q, k, kv_offsets, shared_q)
     if _implementation(q) == "reference":
         return kv_offsets.new_zeros(size, dtype=torch.int32)
@@ -180,13 +180,11 @@ def _schedule(q: Tensor, k: Tensor, q_offsets: Tensor, kv_offsets: Tensor, max_q
     return launch.deal(q, k, q_offsets, kv_offsets, size, max_q, shared_q)
 
 
-@_schedule.register_fake
-def _(q, k, q_offsets, kv_offsets, max_q, shared_q):
+def _fake_schedule(q, k, q_offsets, kv_offsets, max_q, shared_q):
     return kv_offsets.new_empty(_schedule_size(q, k, kv_offsets, shared_q), dtype=torch.int32)
 
 
-@torch.library.custom_op("opengem::gdpa_fwd", mutates_args=())
-def _forward(
+def _run_forward(
     q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, schedule: Tensor, max_q: int, max_kv: int,
     activation: str, scale: float, shared_q: bool,
 ) -> Tensor:
@@ -213,14 +211,12 @@ def _schedule_of(q, k, q_offsets, kv_offsets, schedule, max_q, shared_q) -> Tens
     return schedule
 
 
-@_forward.register_fake
-def _(q, k, v, q_offsets, kv_offsets, schedule, max_q, max_kv, activation, scale, shared_q):
+def _fake_forward(q, k, v, q_offsets, kv_offsets, schedule, max_q, max_kv, activation, scale, shared_q):
     rows = (kv_offsets.shape[0] - 1) * q.shape[0] if shared_q else q.shape[0]
     return q.new_empty(rows, q.shape[1], q.shape[2])
 
 
-@torch.library.custom_op("opengem::gdpa_bwd", mutates_args=())
-def _backward(
+def _run_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, schedule: Tensor,
     max_q: int, max_kv: int, activation: str, scale: float, shared_q: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -236,21 +232,22 @@ def _backward(
     )
 
 
-@_backward.register_fake
-def _(grad, q, k, v, q_offsets, kv_offsets, schedule, max_q, max_kv, activation, scale, shared_q):
+def _fake_backward(grad, q, k, v, *_):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup_context(ctx, inputs, output):
+def _save(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:6])
     ctx.options = inputs[6:]
 
 
-def _autograd(ctx, grad):
-    return *torch.ops.opengem.gdpa_bwd(grad, *ctx.saved_tensors, *ctx.options), *[None] * 8
+def _gradient(ctx, grad):
+    return *_backward(grad, *ctx.saved_tensors, *ctx.options), *[None] * 8
 
 
-_forward.register_autograd(_autograd, setup_context=_setup_context)
+_schedule = define("gdpa_schedule", _run_schedule, _fake_schedule)
+_forward = define("gdpa_fwd", _run_forward, _fake_forward, _save, _gradient)
+_backward = define("gdpa_bwd", _run_backward, _fake_backward)
 
 
 # ---- FLOP formulas (torch.utils.flop_counter; the counter is a profiling tool, so reading lengths back is allowed) ---

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from opengem.kernels import backend
+from opengem.kernels.custom_op import define
 from opengem.kernels.jfa import cost, reference
 from opengem.kernels.jfa.reference import Options
 
@@ -69,8 +70,7 @@ def jagged_flash_attention(
 # ---- custom ops ------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("opengem::jfa_fwd", mutates_args=())
-def _forward(
+def _run_forward(
     q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, bias: Tensor | None, relative: bool,
     max_q: int, max_kv: int, scale: float, left: int, right: int,
 ) -> tuple[Tensor, Tensor]:
@@ -80,14 +80,12 @@ def _forward(
     return kernels.forward(q, k, v, q_offsets, kv_offsets, bias, max_q, max_kv, options)
 
 
-@_forward.register_fake
-def _(q, k, v, q_offsets, kv_offsets, bias, relative, max_q, max_kv, scale, left, right):
+def _fake_forward(q, *_):
     wide = torch.promote_types(q.dtype, torch.float32)
     return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[1], q.shape[0], dtype=wide)
 
 
-@torch.library.custom_op("opengem::jfa_bwd", mutates_args=())
-def _backward(
+def _run_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     q_offsets: Tensor, kv_offsets: Tensor, bias: Tensor | None, relative: bool,
     max_q: int, max_kv: int, scale: float, left: int, right: int,
@@ -97,20 +95,18 @@ def _backward(
     return kernels.backward(dout, dlse, q, k, v, out, lse, q_offsets, kv_offsets, bias, max_q, max_kv, options)
 
 
-@_backward.register_fake
-def _(dout, dlse, q, k, v, out, lse, q_offsets, kv_offsets, bias, relative, max_q, max_kv, scale, left, right):
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    dbias = q.new_empty(0) if bias is None else torch.empty_like(bias, memory_format=torch.contiguous_format)
-    return dq, dk, dv, dbias
+def _fake_backward(dout, dlse, q, k, v, out, lse, q_offsets, kv_offsets, bias, *_):
+    dense = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
+    return *dense, q.new_empty(0 if bias is None else bias.shape, dtype=q.dtype if bias is None else bias.dtype)
 
 
-def _setup_context(ctx, inputs, output):
+def _save(ctx, inputs, output):
     q, k, v, q_offsets, kv_offsets, bias, *ctx.options = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, q_offsets, kv_offsets, bias)
 
 
-def _autograd(ctx, dout, dlse):
+def _gradient(ctx, dout, dlse):
     q, k, v, out, lse, q_offsets, kv_offsets, bias = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
@@ -118,7 +114,8 @@ def _autograd(ctx, dout, dlse):
     return dq, dk, dv, None, None, None if bias is None else dbias, *[None] * len(ctx.options)
 
 
-_forward.register_autograd(_autograd, setup_context=_setup_context)
+_forward = define("jfa_fwd", _run_forward, _fake_forward, _save, _gradient)
+_backward = define("jfa_bwd", _run_backward, _fake_backward)
 
 
 def _kernels(q: Tensor, bias: Tensor | None, relative: bool, step: str):

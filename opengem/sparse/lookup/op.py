@@ -128,20 +128,11 @@ def update(
         return
     numbers, starts = order.pieces
     scalars = (lr, optimiser.eps, optimiser.moment_scale, *optimiser.betas, *optimiser.corrections(step))
+    keys = rounding.at_step(step if weight.dtype != torch.float32 else None)
     _implementation(weight).update(
-        weight,
-        state.get("moment"),
-        state.get("mean"),
-        grads,
-        order.rows,
-        order.source,
-        order.coefficients,
-        numbers,
-        starts,
-        rounding.at_step(step if weight.dtype != torch.float32 else None),
-        optimiser.kind,
-        tuple(map(float, scalars)),
-    )
+        weight, state.get("moment"), state.get("mean"), grads, order.rows, order.source, order.coefficients,
+        numbers, starts, keys, optimiser.kind, tuple(map(float, scalars)),
+    )  # fmt: skip
 
 
 def _implementation(weight: Tensor):

@@ -388,7 +388,7 @@ def find_pieces(rows: Tensor, order: Tensor, bags: Tensor | None) -> tuple[Tenso
 def update(
     weight: Tensor, moment: Tensor | None, first_moment: Tensor | None, grads: Tensor, rows: Tensor, source: Tensor,
     coefficients: Tensor | None, numbers: Tensor, starts: Tensor, pieces: tuple[Tensor, Tensor, Tensor], optimiser: str,
-    scalars: tuple[float, ...], *, elements: int = 512, num_warps: int = 1, programs_per_sm: int = 32,
+    scalars: tuple[float, ...], *, elements: int = 512, num_warps: int = 1, programs_per_sm: int = 256,
     long_elements: int = 512, long_warps: int = 1,
 ) -> None:  # fmt: skip
     """scalars: lr, eps, moment_scale, beta1, beta2, correction1, correction2. pieces: starts, shifts, keys of noise."""

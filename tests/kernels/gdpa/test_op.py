@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from opengem.kernels import backend
 from opengem.kernels.gdpa import gdpa, reference
 from opengem.kernels.gdpa.activations import ACTIVATIONS
 from tests.kernels import grid
@@ -208,3 +209,14 @@ def test_errors_say_what_where_and_how(name):
     arguments = {"q": Q, "k": Q, "v": Q, "q_offsets": OFFSETS, "max_q": 4, **change}
     with pytest.raises(ValueError, match=message):
         gdpa(**arguments)
+
+
+@pytest.mark.parametrize(("capability", "facts", "wanted"), [
+    ((9, 0), {}, "gluon"), ((9, 0), {"shared_q": True}, "triton"), ((9, 0), {"head_dim": 96}, "triton"),
+    ((10, 0), {}, "triton"), ((9, 0), {"head_dim": 80}, "reference"), ((9, 0), {"dtype": torch.float32}, "reference"),
+])
+def test_the_table_sends_own_queries_on_hopper_to_gluon(monkeypatch, capability, facts, wanted):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(backend, "_capability", lambda index: capability)
+    facts = {"dtype": torch.bfloat16, "head_dim": 64, "shared_q": False} | facts
+    assert backend.implementation("gdpa", torch.device("cuda", 0), **facts) == wanted

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from opengem.kernels import backend
 from opengem.kernels.jfa import reference
 from opengem.kernels.jfa.op import PairBias, RelativeBias, jagged_flash_attention
 from tests.kernels import grid
@@ -238,3 +239,15 @@ def test_65536_samples_of_one_row():
     v = torch.randn(65536, 1, 8)
     offsets = torch.arange(65537)
     assert torch.equal(jagged_flash_attention(v, v, v, offsets, max_q=1), v)
+
+
+@pytest.mark.parametrize(("capability", "facts", "wanted"), [
+    ((9, 0), {}, "gluon"), ((9, 0), {"bias": "pair"}, "triton"), ((9, 0), {"head_dim": 96}, "triton"),
+    ((9, 0), {"step": "backward"}, "triton"), ((10, 0), {}, "triton"), ((9, 0), {"dtype": torch.float32}, "reference"),
+    ((8, 0), {}, "reference"),
+])
+def test_the_table_sends_what_tma_reads_on_hopper_to_gluon(monkeypatch, capability, facts, wanted):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(backend, "_capability", lambda index: capability)
+    facts = {"dtype": torch.bfloat16, "head_dim": 128, "bias": "none", "step": "forward"} | facts
+    assert backend.implementation("jfa", torch.device("cuda", 0), **facts) == wanted

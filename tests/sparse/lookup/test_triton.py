@@ -27,8 +27,7 @@ def compiled(kernel: str, dim: int, row: str, **constants) -> dict:
     )
 
 
-@pytest.mark.parametrize("capability", [90, 100])
-@pytest.mark.parametrize("row", ["*fp32", "*fp16"])
+@pytest.mark.parametrize("row, capability", [("*fp32", 90), ("*fp16", 100)])
 def test_update_compiles_without_spills(row, capability):
     common = {"CUT": 128, "SHORT": 4, "WEIGHTED": True, "OPTIMISER": "adagrad", "ROUND": row != "*fp32"}
     for kernel, tile in (("update_short_kernel", {"PIECES": 4}), ("update_long_kernel", {"POSITIONS": 4})):

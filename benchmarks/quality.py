@@ -1,0 +1,128 @@
+"""Quality on a data set, seed by seed, beside the baselines of the same rows.
+
+    python -m benchmarks.quality --data DIR --recipe small --seeds 0 1 2 --features none all --out FILE.jsonl
+
+Each (features, seed) is trained once, scored strictly (the model as it was when training ended) and progressively (each
+batch is predicted, then learned from), and appended as rows of `op = "quality"`. The last lines printed are mean and
+spread over seeds, and the ratio to each baseline.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+
+from benchmarks.run import environment as gpu_environment
+from opengem import baselines
+from opengem.cli import load_recipe
+from opengem.config import Config
+from opengem.data.labels import base_rates
+from opengem.data.schema import Schema
+from opengem.evaluate import evaluate_split
+from opengem.job import open_run
+from opengem.runlog import environment
+from opengem.train import train
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What to train and where to write."""
+
+    data: Path
+    out: Path
+    recipe: str = "small"
+    seeds: tuple[int, ...] = (0, 1, 2)
+    features: tuple[Literal["none", "all"], ...] = ("none", "all")
+    """optional features as inputs: none of them, or all"""
+    split: str = "test"
+    baselines: bool = True
+
+
+def main(arguments: Arguments) -> None:
+    """Run everything the arguments ask for; every finished run is on disk before the next one starts."""
+    schema = Schema.load(arguments.data)
+    facts = gpu_environment(torch.device("cuda")) if torch.cuda.is_available() else environment(torch.device("cpu"))
+    rows = []
+    if arguments.baselines:
+        for name, splits in baselines.compute(arguments.data, schema, eval_splits=(arguments.split,)).items():
+            rows += _rows(schema, name, splits[arguments.split], "strict", None)
+        _append(arguments.out, rows, facts)
+    for features in arguments.features:
+        for seed in arguments.seeds:
+            config = _config(arguments, features, seed)
+            done = _one(config, arguments, schema, f"{arguments.recipe}, {features} optional features", seed)
+            _append(arguments.out, done, facts)
+            rows += done
+    print("\n".join(_summary(rows)))
+
+
+def _config(arguments: Arguments, features: str, seed: int) -> Config:
+    config = load_recipe(arguments.recipe)
+    optional = ("*",) if features == "all" else ()
+    data = replace(config.data, optional_features=optional, eval_splits=(arguments.split,))
+    return replace(config, data=data, train=replace(config.train, seed=seed, progress=False, save_every=0))
+
+
+def _one(config: Config, arguments: Arguments, schema: Schema, name: str, seed: int) -> list[dict]:
+    with tempfile.TemporaryDirectory() as folder:
+        run, start = Path(folder) / "run", time.perf_counter()
+        summary = train(config, arguments.data, run, with_baselines=False)
+        rows = _rows(schema, name, summary["splits"][arguments.split], "strict", seed)
+        job = open_run(run, arguments.data)
+        rates = base_rates(arguments.data, schema, config.data.train_split)
+        online = evaluate_split(job, arguments.data, arguments.split, rates, progressive=True)
+        rows += _rows(schema, name, online, "progressive", seed)
+    speed = {"seconds": time.perf_counter() - start, "samples_per_s": summary["samples_per_s"]}
+    return [row | speed for row in rows]
+
+
+def _rows(schema: Schema, name: str, tasks: dict[str, dict], mode: str, seed: int | None) -> list[dict]:
+    head = {"op": "quality", "case": schema.name, "impl": name, "peer": name if seed is None else None}
+    keys = ("ne", "auc", "logloss", "calibration", "rows")
+    return [
+        head | {"mode": mode, "seed": seed, "task": task} | {key: scores[key] for key in keys}
+        for task, scores in tasks.items()
+    ]
+
+
+def _append(out: Path, rows: list[dict], facts: dict) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with open(out, "a") as file:
+        for row in rows:
+            print({key: row[key] for key in ("impl", "seed", "mode", "task", "ne", "auc")}, flush=True)
+            file.write(json.dumps(row | facts) + "\n")
+
+
+def _summary(rows: list[dict]) -> list[str]:
+    """Mean and spread over seeds of each (impl, mode, task), and the ratio of its NE to every baseline's."""
+    groups: dict[tuple, list[dict]] = {}
+    for row in rows:
+        groups.setdefault((row["impl"], row["mode"], row["task"]), []).append(row)
+    peers = {key: group[0] for key, group in groups.items() if group[0]["peer"]}
+    lines = []
+    for (impl, mode, task), group in groups.items():
+        ne, auc = ([row[key] for row in group if row[key] is not None] for key in ("ne", "auc"))
+        if not ne:
+            continue
+        spread = max(ne) - min(ne)
+        against = [
+            f"{p} x{statistics.mean(ne) / r['ne']:.4f}" for (p, _, t), r in peers.items() if t == task and r["ne"]
+        ]
+        mean_auc = f"{statistics.mean(auc):.4f}" if auc else "undefined"
+        lines.append(
+            f"{impl:<34}{mode:<12}{task:<10}NE {statistics.mean(ne):.4f} (spread {spread:.4f}, {len(ne)} runs) "
+            f"AUC {mean_auc}  {'  '.join(against) if (impl, mode, task) not in peers else ''}"
+        )
+    return lines
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))

@@ -1,0 +1,31 @@
+"""Launches that skip what Triton repeats on every call: binding the arguments and finding the compiled kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+_compiled: dict[tuple, object] = {}
+
+
+def launch(kernel, grid: tuple[int, int, int], key: Hashable, arguments: tuple, constants: tuple, options: tuple):
+    """`kernel[grid](*arguments, *constants, **dict(options))`, quickly from the second call with an equal `key` on.
+
+    `key` tells apart what Triton specialises on: the device, dtypes, alignment of pointers and those integers (strides)
+    that are not `do_not_specialize`. None takes the slow way.
+    """
+    place = id(kernel), key, constants, options
+    compiled = _compiled.get(place)
+    if compiled is not None:
+        compiled[grid](*arguments, *constants)
+        return
+    compiled = kernel[grid](*arguments, *constants, **dict(options))
+    if key is not None and compiled is not None:  # Triton's interpreter compiles nothing
+        _compiled[place] = compiled
+
+
+def aligned(*tensors) -> bool:
+    """Whether every tensor starts at a multiple of 16 bytes, as kernels are specialised for."""
+    address = 0
+    for x in tensors:
+        address |= x.data_ptr()
+    return address % 16 == 0
