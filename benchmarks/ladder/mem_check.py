@@ -203,8 +203,10 @@ def section_norm(copy: float) -> Iterator[dict]:
         yield {"width": width, "op": "rms"} | speed(lambda x=x, w=w: rms_norm(x, w), 2 * size, copy)
         yield {"width": width, "op": "rms_residual"} | speed(
             lambda x=x, w=w, r=r: rms_norm(x, w, residual=r), 4 * size, copy)
-        yield {"width": width, "op": "rms_quantize"} | speed(
-            lambda x=x, w=w: rms_norm(x, w, quantize="e4m3"), size + size // 2, copy)
+        for chunks, stages in ((2, 2), (4, 1), (4, 2), (4, 3), (8, 2)):
+            norm.QUANTIZED_CHUNKS, norm.QUANTIZED_STAGES = chunks, stages
+            yield {"width": width, "op": "rms_quantize", "chunks": chunks, "stages": stages} | speed(
+                lambda x=x, w=w: rms_norm(x, w, quantize="e4m3"), size + size // 2, copy)
         yield {"width": width, "op": "quantize"} | speed(lambda x=x: quantize_mx(x), size + size // 2, copy)
         statistic = torch.ones(rows, device=DEVICE)
         for stages in (1, 2, 3, 4):

@@ -59,7 +59,7 @@ def _locate(offsets, batch, tile, rows, BLOCK: tl.constexpr):
 
 @triton.jit
 def _load(tile, stride, live, WIDTH: tl.constexpr):
-    """Rows of `[.., WIDTH]` from `tile` on, zeros where not live. Offsets inside a tile are 32 bits: fewer registers."""
+    """Rows of `[.., WIDTH]` from `tile` on, zeros where not live. Offsets in a tile are 32 bits: fewer registers."""
     offset = tl.arange(0, live.shape[0])[:, None] * stride + tl.arange(0, WIDTH)[None, :]
     return tl.load(tile + offset, mask=live[:, None], other=0.0)
 
