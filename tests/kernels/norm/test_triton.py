@@ -42,7 +42,8 @@ def test_matches_the_reference(shape, kind, affine, residual, dtype, poisoned_em
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-@pytest.mark.parametrize("shape", [(1, 64), (33, 384), (70, 1000), (64, 2048), (40, 8192)] if GPU else [(33, 40), (64, 70), (35, 300)])
+@pytest.mark.parametrize(
+    "shape", [(1, 64), (33, 384), (70, 1000), (64, 2048), (40, 8192)] if GPU else [(33, 40), (64, 70), (35, 300)])
 def test_fused_quantisation_equals_quantising_the_kernel_output(shape, kind, dtype, poisoned_empty):
     """Same tile arithmetic, so the same row statistics up to the order of a sum: a rounding may differ, rarely."""
     x, r, w, b = (p.detach().to(DEVICE) for p in leaves(*shape, True, dtype))
