@@ -53,7 +53,7 @@ TABLE: dict[str, tuple[Rule, ...]] = {
                    accepts=lambda f: f["dtype"] in HALF and f["head_dim"] in (64, 128) and f["block"] == 64),),
     "rope": (Rule("triton", "one pass over 16-bit rows, head dim a power of two", capability=(9, 0),
                   accepts=lambda f: f["dtype"] in HALF and f["head_dim"] in (16, 32, 64, 128, 256)),),
-    "norm": (Rule("triton", "16-bit rows up to 8,192 wide, one read; quantised too up to 1,024", capability=(9, 0),
+    "norm": (Rule("triton", "16-bit rows up to 8,192 wide, one read", capability=(9, 0),
                   accepts=lambda f: f["dtype"] in HALF and f["width"] <= 8192),),
     "mx": (Rule("triton", "32x32 blocks of E4M3 from 16 bit or fp32", capability=(9, 0),
                 accepts=lambda f: f["block"] == (32, 32) and f["format"] == "e4m3" and f["dtype"] != torch.float64),),

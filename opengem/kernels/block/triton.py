@@ -59,7 +59,7 @@ def _locate(offsets, batch, tile, rows, BLOCK: tl.constexpr):
 
 @triton.jit
 def _load(tile, stride, live, WIDTH: tl.constexpr):
-    """Rows of `[.., WIDTH]` from `tile` on, zeros where not live. Offsets inside a tile fit 32 bits and few registers."""
+    """Rows of `[.., WIDTH]` from `tile` on, zeros where not live. Offsets in a tile are 32 bits: fewer registers."""
     offset = tl.arange(0, live.shape[0])[:, None] * stride + tl.arange(0, WIDTH)[None, :]
     return tl.load(tile + offset, mask=live[:, None], other=0.0)
 
@@ -199,8 +199,9 @@ def _backward(grad, q, k, v, grad_q, grad_k, grad_v, offsets, turns, rows, batch
         _store(grad_k + out, out_row, written, tl.dot(tl.trans(ds), queries), 2 * HALF)
 
 
-def _inner_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(2) == 1 else x.contiguous()
+def _plain_rows(x: Tensor) -> Tensor:
+    """x with adjacent elements in a row and 64 rows within 2^31 elements."""
+    return x if x.stride(2) == 1 and x.stride(0) < 1 << 25 else x.contiguous()
 
 
 def _turns(cos: Tensor, sin: Tensor, positions: int) -> Tensor:
@@ -221,7 +222,7 @@ def _launch(kernel, direction: str, inputs: list[Tensor], outputs: list[Tensor],
         return
     rope = cos.shape[0] > 0
     turns = _turns(cos, sin, max(1, max_length))
-    inputs = [_inner_contiguous(x) for x in inputs]
+    inputs = [_plain_rows(x) for x in inputs]
     strides = [n for x in (*inputs, outputs[0]) for n in x.stride()[:2]]
     kernel[((rows // block + batch) * heads,)](
         *inputs, *outputs, offsets, turns, rows, batch, turns.shape[0], heads, scale, *strides, BLOCK=block,

@@ -75,7 +75,11 @@ def test_rows_behind_the_end_bad_indices_and_truncation(poisoned_empty):
     assert bool((op.padded_to_jagged(rows(2, 4, 64, dtype=torch.bfloat16), starts, 10)[7:] == 0).all())
     assert torch.equal(op.broadcast_add(x, rows(2, 64, dtype=torch.bfloat16), starts)[7:], x[7:])
     assert torch.equal(op.jagged_to_padded(x, starts, 2)[1], x[3:5])
-    assert bool((op.gather_rows(x, torch.tensor([-1, 10], device=DEVICE)) == 0).all())
+    leaf = x.clone().requires_grad_()
+    out = op.gather_rows(leaf, torch.tensor([-1, 10, 3, 1 << 40], device=DEVICE))
+    assert bool((out[[0, 1, 3]] == 0).all()) and torch.equal(out[2], x[3])
+    (grad,) = torch.autograd.grad(out, leaf, torch.ones_like(out))
+    assert bool((grad[3] == 1).all()) and float(grad.float().sum()) == 64
 
 
 @pytest.mark.gpu
