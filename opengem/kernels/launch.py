@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-_compiled: dict[tuple, object] = {}
+_compiled: dict[tuple, tuple] = {}  # (compiled, kernel): an id stays that of one kernel while the kernel lives
 
 
 def launch(kernel, grid: tuple[int, int, int], key: Hashable, arguments: tuple, constants: tuple, warps: int = 4,
@@ -15,13 +15,12 @@ def launch(kernel, grid: tuple[int, int, int], key: Hashable, arguments: tuple, 
     that are not `do_not_specialize`. None takes the slow way.
     """
     place = id(kernel), key, constants, warps, stages
-    compiled = _compiled.get(place)
-    if compiled is not None:
-        compiled[grid](*arguments, *constants)
+    if place in _compiled:
+        _compiled[place][0][grid](*arguments, *constants)
         return
     compiled = kernel[grid](*arguments, *constants, num_warps=warps, num_stages=stages)
     if key is not None and compiled is not None:  # Triton's interpreter compiles nothing
-        _compiled[place] = compiled
+        _compiled[place] = compiled, kernel
 
 
 def aligned(*tensors) -> bool:
