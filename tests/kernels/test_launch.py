@@ -73,3 +73,12 @@ def test_a_second_derivative_is_an_error_and_no_gradient_is_saved_without_need()
     assert grad == 6
     with pytest.raises(RuntimeError):
         grad.sum().backward()
+
+
+def test_autocast_stays_outside():
+    def run(x: Tensor) -> Tensor:
+        return x @ x
+
+    product = define("test_product", run, torch.empty_like)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert product(torch.eye(2)).dtype == torch.float32
