@@ -17,7 +17,12 @@ def define(name: str, run: Callable, fake: Callable, save: Callable | None = Non
     `torch.library.register_autograd`; an op without them, like a second derivative, is an error in autograd.
     """
     _LIBRARY.define(name + torch.library.infer_schema(run, mutates_args=()), tags=torch.Tag.pt2_compliant_tag)
-    _LIBRARY.impl(name, torch.compiler.disable(run), "CompositeExplicitAutograd")
+
+    def kernel(*args):
+        with torch._C._DisableAutocast():  # the op's own products are in the dtype it chose
+            return run(*args)
+
+    _LIBRARY.impl(name, torch._disable_dynamo(kernel), "CompositeExplicitAutograd")
     torch.library.register_fake(f"opengem::{name}", fake, lib=_LIBRARY)
     op = getattr(torch.ops.opengem, name).default
     if gradient is None:

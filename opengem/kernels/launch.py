@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-_compiled: dict[tuple, object] = {}
+_compiled: dict[tuple, tuple] = {}  # (compiled, kernel): an id stays that of one kernel while the kernel lives
 
 
-def launch(kernel, grid: tuple[int, int, int], key: Hashable, arguments: tuple, constants: tuple, options: tuple):
-    """`kernel[grid](*arguments, *constants, **dict(options))`, quickly from the second call with an equal `key` on.
+def launch(kernel, grid: tuple[int, int, int], key: Hashable, arguments: tuple, constants: tuple, warps: int = 4,
+           stages: int = 3) -> None:
+    """`kernel[grid](*arguments, *constants)`, quickly from the second call with an equal `key` on.
 
     `key` tells apart what Triton specialises on: the device, dtypes, alignment of pointers and those integers (strides)
     that are not `do_not_specialize`. None takes the slow way.
     """
-    place = id(kernel), key, constants, options
-    compiled = _compiled.get(place)
-    if compiled is not None:
-        compiled[grid](*arguments, *constants)
+    place = id(kernel), key, constants, warps, stages
+    if place in _compiled:
+        _compiled[place][0][grid](*arguments, *constants)
         return
-    compiled = kernel[grid](*arguments, *constants, **dict(options))
+    compiled = kernel[grid](*arguments, *constants, num_warps=warps, num_stages=stages)
     if key is not None and compiled is not None:  # Triton's interpreter compiles nothing
-        _compiled[place] = compiled
+        _compiled[place] = compiled, kernel
 
 
 def aligned(*tensors) -> bool:

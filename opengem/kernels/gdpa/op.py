@@ -15,6 +15,7 @@ from opengem.kernels import backend
 from opengem.kernels.custom_op import define
 from opengem.kernels.gdpa import cost, reference
 from opengem.kernels.gdpa.activations import ACTIVATIONS, TAYLOR_LIMIT
+from opengem.kernels.jfa.op import check_host_offsets
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -54,9 +55,7 @@ def gdpa(
     schedule = kv_offsets.new_empty(0, dtype=torch.int32) if schedule is None else schedule
     if activation == "gelu_taylor6":
         q, k = _normalised(q), _normalised(k)
-    return _forward(
-        q, k, v, q_offsets, kv_offsets, schedule, max_q, max_kv, activation, float(scale), shared_q
-    )
+    return _forward(q, k, v, q_offsets, kv_offsets, schedule, max_q, max_kv, activation, float(scale), shared_q)
 
 
 def gdpa_schedule(
@@ -112,17 +111,13 @@ def _check_tensors(q, k, v, q_offsets, kv_offsets, shared_q):
     for name, tensor in (("k", k), ("v", v), ("q_offsets", q_offsets), ("kv_offsets", kv_offsets)):
         if tensor.device != q.device:
             raise ValueError(f"gdpa: {name} is on {tensor.device}, q on {q.device}; move all to one device")
-    for name, tensor in (("q_offsets", q_offsets), ("kv_offsets", kv_offsets)):
-        if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"gdpa: {name} must be int32 or int64 [B + 1], got {tensor.dtype} {list(tensor.shape)}"
-            )
+        if name.endswith("offsets") and (tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64)):
+            raise ValueError(f"gdpa: {name} must be int32 or int64 [B + 1], got {tensor.dtype} {list(tensor.shape)}")
     if kv_offsets.shape[0] < 1:
         raise ValueError("gdpa: offsets must have shape [B + 1] with B >= 0, got [0]; an empty batch has offsets [0]")
     if q_offsets.shape != kv_offsets.shape and not (shared_q and q_offsets.shape[0] == 0):
-        raise ValueError(
-            f"gdpa: expected {q_offsets.shape[0]} kv_offsets (as q_offsets has), got {kv_offsets.shape[0]}"
-        )
+        want, got = q_offsets.shape[0], kv_offsets.shape[0]
+        raise ValueError(f"gdpa: expected {want} kv_offsets (as q_offsets has), got {got}")
 
 
 def _check_options(activation: str, scale: float) -> None:
@@ -135,23 +130,11 @@ def _check_options(activation: str, scale: float) -> None:
         )
 
 
-def _check_host_offsets(name: str, offsets: Tensor, rows: int, longest: int) -> None:
-    first, last = int(offsets[0]), int(offsets[-1])
-    if first != 0 or last != rows:
-        raise ValueError(f"gdpa: {name[0]} has {rows} rows, {name} run from {first} to {last}; wanted 0 to {rows}")
-    lengths = offsets.diff()
-    if lengths.numel() and (int(lengths.min()) < 0 or int(lengths.max()) > longest):
-        raise ValueError(
-            f"gdpa: {name} have lengths from {int(lengths.min())} to {int(lengths.max())}, wanted 0 to "
-            f"{longest} (max_{name[:-8]}); sort out the offsets or raise the maximum"
-        )
-
-
 def _check_contents(q, k, q_offsets, kv_offsets, max_q, max_kv, shared_q):
     """Offsets against rows and maxima, where they lie on the host."""
-    _check_host_offsets("kv_offsets", kv_offsets, k.shape[0], max_kv)
+    check_host_offsets("gdpa", "kv", kv_offsets, k.shape[0], max_kv)
     if not shared_q:
-        _check_host_offsets("q_offsets", q_offsets, q.shape[0], max_q)
+        check_host_offsets("gdpa", "q", q_offsets, q.shape[0], max_q)
     elif q_offsets.shape[0] and bool((q_offsets.diff() != q.shape[0]).any()):
         raise ValueError(f"gdpa: with shared_q=True q_offsets must be None or arange(B + 1) * {q.shape[0]}")
 
@@ -203,9 +186,7 @@ def _run_forward(
 def _schedule_of(q, k, q_offsets, kv_offsets, schedule, max_q, shared_q) -> Tensor:
     size = _schedule_size(q, k, kv_offsets, shared_q)
     if not schedule.numel():
-        from opengem.kernels.gdpa import launch
-
-        return launch.deal(q, k, q_offsets, kv_offsets, size, max_q, shared_q)
+        return _run_schedule(q, k, q_offsets, kv_offsets, max_q, shared_q)
     if schedule.numel() != size:
         raise ValueError(f"gdpa: the schedule has {schedule.numel()} elements, wanted {size}; make it for these sizes")
     return schedule
@@ -227,9 +208,7 @@ def _run_backward(
     from opengem.kernels.gdpa import launch
 
     schedule = _schedule_of(q, k, q_offsets, kv_offsets, schedule, max_q, shared_q)
-    return launch.backward(
-        grad, q, k, v, q_offsets, kv_offsets, schedule, *options, gluon=implementation == "gluon"
-    )
+    return launch.backward(grad, q, k, v, q_offsets, kv_offsets, schedule, *options, gluon=implementation == "gluon")
 
 
 def _fake_backward(grad, q, k, v, *_):

@@ -34,7 +34,6 @@ LOG2E = gl.constexpr(1.4426950408889634)
 ROWS = 128  # query rows of an item: two consumers of 64
 KEYS = 128  # key rows of a tile
 STAGES = {64: 4, 128: 2}  # K and V tiles in flight, by head dimension
-_FOUR_WARPS, _EIGHT_WARPS = ((("num_warps", warps),) for warps in (4, 8))
 
 
 # ---- schedule --------------------------------------------------------------------------------------------------
@@ -336,7 +335,7 @@ def forward(
         _forward_kernel, (min(_multiprocessors(q.device), slots * heads), 1, 1), key,
         (_descriptor(q, 64), _descriptor(k, KEYS), _descriptor(v, KEYS), out, lse, records, slots, slots * heads, total,
          options.scale * LOG2E.value, options.left, options.right),
-        (heads // k.shape[1], options.left >= 0, options.right >= 0, dim, KEYS, STAGES[dim], 1), _FOUR_WARPS)
+        (heads // k.shape[1], options.left >= 0, options.right >= 0, dim, KEYS, STAGES[dim], 1))
     return out, lse
 
 
@@ -347,7 +346,7 @@ def _schedule(total: int, offsets: Tensor, partner_offsets: Tensor, key: tuple |
     records = torch.empty((5, slots), dtype=torch.int32, device=offsets.device)
     launch(
         _schedule_kernel, ((slots + 255) // 256, 1, 1), key,
-        (records, offsets, partner_offsets, total, batch, batch.bit_length(), slots), (256, ROWS), _EIGHT_WARPS)
+        (records, offsets, partner_offsets, total, batch, batch.bit_length(), slots), (256, ROWS), warps=8)
     return records, slots
 
 

@@ -23,7 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from opengem.kernels.jfa import triton as portable
 from opengem.kernels.jfa.gluon_sm90 import (
-    _FOUR_WARPS,
     LOG2E,
     _clear_rows,
     _descriptor,
@@ -369,7 +368,7 @@ def backward(
     key = _key(q, q_offsets, kv_offsets) if aligned(out, lse, *(() if dlse is None else (dlse,))) else None
     launch(
         _delta_kernel, ((total + 63) // 64, heads, 1), key and (key, dout.stride(0)),
-        (out, dout, dlse, delta, dout.stride(0), total), (dlse is not None, dim, 64), _FOUR_WARPS)
+        (out, dout, dlse, delta, dout.stride(0), total), (dlse is not None, dim, 64))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     left, right = options.left, options.right
     group = heads // k.shape[1]
@@ -386,4 +385,4 @@ def _launch(stay0, stay1, pass0, pass1, lse, delta, out0, out1, offsets, pass_of
         _backward_kernel, (min(_multiprocessors(stay0.device), slots * heads), 1, 1), key,
         (_descriptor(stay0, 64), _descriptor(stay1, 64), _descriptor(pass0, STREAM), _descriptor(pass1, STREAM), lse,
          delta, out0, out1, records, slots, slots * heads, lse.shape[1], scale, before, after),
-        (group, keys_own, before >= 0, after >= 0, dim, STREAM, STAGES[dim]), _FOUR_WARPS)
+        (group, keys_own, before >= 0, after >= 0, dim, STREAM, STAGES[dim]))

@@ -200,18 +200,22 @@ def _check_offsets(q, k, q_offsets, kv_offsets, max_q, max_kv, pair: Tensor | No
     """What only the contents of the offsets tell; read on a CPU alone, where it costs no stall."""
     if q.device.type != "cpu":
         return
-    for name, x, offsets, most in (("q", q, q_offsets, max_q), ("kv", k, kv_offsets, max_kv)):
-        lengths = offsets.diff()
-        if int(offsets[0]) != 0 or int(offsets[-1]) != x.shape[0]:
-            raise ValueError(
-                f"{name}_offsets must run from 0 to the number of rows: {name} has {x.shape[0]} rows, offsets start at "
-                f"{int(offsets[0])} and end at {int(offsets[-1])}; cut the rows or mend the offsets")
-        if lengths.numel() and int(lengths.min()) < 0:
-            raise ValueError(f"{name}_offsets must not decrease: sample {int(lengths.argmin())} has a negative length")
-        if lengths.numel() and int(lengths.max()) > most:
-            longest, where = int(lengths.max()), int(lengths.argmax())
-            raise ValueError(f"max_{name} is {most}, but sample {where} has {longest} rows; raise it or truncate")
+    check_host_offsets("jagged_flash_attention", "q", q_offsets, q.shape[0], max_q)
+    check_host_offsets("jagged_flash_attention", "kv", kv_offsets, k.shape[0], max_kv)
     if pair is not None:
         cells = int((q_offsets.diff().long() * kv_offsets.diff().long()).sum())
         if pair.shape[1] != cells:
             raise ValueError(f"PairBias.values must have sum of q_b * kv_b = {cells} columns, got {pair.shape[1]}")
+
+
+def check_host_offsets(op: str, name: str, offsets: Tensor, rows: int, longest: int) -> None:
+    """ValueError unless `offsets` (on a CPU) run from 0 to `rows` in steps of 0 to `longest`."""
+    first, last = int(offsets[0]), int(offsets[-1])
+    if first != 0 or last != rows:
+        raise ValueError(
+            f"{op}: {name} has {rows} rows, {name}_offsets run from {first} to {last}; cut the rows or mend them")
+    lengths = offsets.diff()
+    if lengths.numel() and (int(lengths.min()) < 0 or int(lengths.max()) > longest):
+        raise ValueError(
+            f"{op}: {name}_offsets have lengths from {int(lengths.min())} to {int(lengths.max())} (sample "
+            f"{int(lengths.argmax())}), wanted 0 to {longest} (max_{name}); mend the offsets or raise the maximum")

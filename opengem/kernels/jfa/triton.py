@@ -67,13 +67,12 @@ def config(kernel: str, head_dim: int, biased: bool) -> Config:
 
 
 @functools.cache
-def _plan(kernel: str, dim: int, group: int, has_left: bool, has_right: bool, bias: int) -> tuple[Config, tuple, tuple]:
-    """(configuration, constants as the kernel takes them, launch options)."""
+def _plan(kernel: str, dim: int, group: int, has_left: bool, has_right: bool, bias: int) -> tuple[Config, tuple]:
+    """(configuration, constants as the kernel takes them)."""
     tile = config(kernel, dim, bias != 0)
     sizes = {"dkdv": (tile.stream, tile.own), "diagonals": (tile.own,)}.get(kernel, (tile.own, tile.stream))
     kind = () if kernel == "diagonals" else (bias,)
-    constants = group, has_left, has_right, *kind, dim, max(16, triton.next_power_of_2(dim)), *sizes
-    return tile, constants, (("num_warps", tile.warps), ("num_stages", tile.stages))
+    return tile, (group, has_left, has_right, *kind, dim, max(16, triton.next_power_of_2(dim)), *sizes)
 
 
 # ---- where a program works -------------------------------------------------------------------------------------
@@ -487,11 +486,12 @@ def forward(
     key = _key(bias, strides, q, k, v, q_offsets, kv_offsets)
     facts = _facts(q, k, options)
     bias, pairs, columns, radius = _bias_arguments(bias, q_offsets, kv_offsets, options)
-    tile, constants, how = _plan("forward", *facts)
+    tile, constants = _plan("forward", *facts)
     launch(
         _forward_kernel, (total // tile.own + batch + 1, heads, 1), key,
         (q, k, v, out, lse, q_offsets, kv_offsets, bias, pairs, *strides, heads * dim, columns, total, batch,
-         batch.bit_length(), options.scale * LOG2E.value, options.left, options.right, radius), constants, how)
+         batch.bit_length(), options.scale * LOG2E.value, options.left, options.right, radius),
+        constants, tile.warps, tile.stages)
     return out, lse
 
 
@@ -512,16 +512,17 @@ def backward(
     bias, pairs, columns, radius = _bias_arguments(bias, q_offsets, kv_offsets, options)
     dbias = torch.zeros_like(bias) if options.pair else None
     mask = options.scale, options.left, options.right, radius
-    tile, constants, how = _plan("dq", *facts)
+    tile, constants = _plan("dq", *facts)
     launch(
         _dq_kernel, (total // tile.own + batch + 1, heads, 1), key,
         (q, k, v, out, dout, lse, dlse, dq, delta, q_offsets, kv_offsets, bias, dbias, pairs, *strides, heads * dim,
-         columns, total, batch, batch.bit_length(), *mask), (dlse is not None, *constants), how)
-    tile, constants, how = _plan("dkdv", *facts)
+         columns, total, batch, batch.bit_length(), *mask), (dlse is not None, *constants), tile.warps,
+        tile.stages)
+    tile, constants = _plan("dkdv", *facts)
     launch(
         _dkdv_kernel, (k.shape[0] // tile.own + batch + 1, kv_heads, 1), key,
         (q, k, v, dout, lse, delta, dk, dv, q_offsets, kv_offsets, bias, pairs, *strides, kv_heads * dim, columns,
-         total, k.shape[0], batch, batch.bit_length(), *mask), constants, how)
+         total, k.shape[0], batch, batch.bit_length(), *mask), constants, tile.warps, tile.stages)
     if options.relative:
         dbias = _relative_gradient(
             q, k, v, dout, lse, delta, q_offsets, kv_offsets, bias, strides, facts, mask, max_q, max_kv)
@@ -536,14 +537,14 @@ def _relative_gradient(
     distances, lowest, radius = max_q + max_kv - 1, 1 - max_kv, table.shape[1] // 2
     if min(max_q, max_kv, batch) == 0:
         return torch.zeros_like(table)
-    tile, constants, how = _plan("diagonals", *facts)
+    tile, constants = _plan("diagonals", *facts)
     blocks = triton.cdiv(distances, tile.own)
     parts = max(1, min(64, batch, 2048 // (blocks * heads)))
     sums = torch.empty((parts, heads, distances), dtype=torch.float32, device=q.device)
     launch(
         _diagonals_kernel, (blocks, heads, parts), None,
         (q, k, v, dout, lse, delta, sums, q_offsets, kv_offsets, table, *strides, table.shape[1], q.shape[0], batch,
-         distances, lowest, *mask), constants, how)
+         distances, lowest, *mask), constants, tile.warps, tile.stages)
     sums = sums.sum(0)
     gradient = torch.zeros(table.shape, dtype=torch.float32, device=q.device)
     first, last = max(1 - radius, lowest), min(radius - 1, max_q - 1)

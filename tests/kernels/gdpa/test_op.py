@@ -8,6 +8,7 @@ import torch
 from opengem.kernels import backend
 from opengem.kernels.gdpa import gdpa, reference
 from opengem.kernels.gdpa.activations import ACTIVATIONS
+from opengem.kernels.jfa import reference as chunked
 from tests.kernels import grid
 from tests.kernels.gdpa import naive
 
@@ -76,14 +77,15 @@ def test_gradcheck(activation, seeds):
 
 def test_small_memory_budget_gives_the_same_result(monkeypatch):
     qkv, q_lengths, kv_lengths, arguments = inputs_of("unsorted")
-    monkeypatch.setattr(reference, "SCORES", 700)  # forces many chunks and split query rows
+    for module in (reference, chunked):
+        monkeypatch.setattr(module, "SCORES", 700)  # forces many chunks and split query rows
     assert_matches_naive(qkv, q_lengths, kv_lengths, arguments, "silu", 0.5)
 
 
 def test_chunks_in_order_for_devices_without_host_offsets(monkeypatch):
     """The path a GPU takes: no length is read back."""
     qkv, q_lengths, kv_lengths, arguments = inputs_of("long_q_short_kv")
-    monkeypatch.setattr(reference, "_similar_samples", lambda q, kv, heads: [
+    monkeypatch.setattr(reference, "chunks", lambda q, kv, max_q, max_kv, heads: [
         (part, 130, 16) for part in torch.arange(3).split(2)])
     assert_matches_naive(qkv, q_lengths, kv_lengths, arguments, "gelu_poly", 0.5)
 
