@@ -41,7 +41,7 @@ def check(implementation: str, dim: int, backward: bool, blocks: int = 0) -> Non
     if blocks:
         from opengem.kernels.jfa import gluon_sm90, gluon_sm90_backward
 
-        gluon_sm90._multiprocessors = gluon_sm90_backward._multiprocessors = lambda device: blocks
+        gluon_sm90.multiprocessors = gluon_sm90_backward.multiprocessors = lambda device: blocks
     for dtype in (torch.bfloat16, torch.float16):
         for name, mask in MASKS.items():
             worst = {}

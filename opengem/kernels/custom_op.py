@@ -44,5 +44,5 @@ def define(name: str, run: Callable, fake: Callable, save: Callable | None = Non
     def dispatch(*args):
         return (Function.apply if torch.is_grad_enabled() and torch._C._any_requires_grad(*args) else below)(*args)
 
-    _LIBRARY.impl(name, dispatch, "Autograd")
+    _LIBRARY.impl(name, torch._disable_dynamo(dispatch), "Autograd")
     return op

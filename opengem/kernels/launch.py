@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import cache
+
+import torch
 
 _compiled: dict[tuple, tuple] = {}  # (compiled, kernel): an id stays that of one kernel while the kernel lives
 
@@ -29,3 +32,8 @@ def aligned(*tensors) -> bool:
     for x in tensors:
         address |= x.data_ptr()
     return address % 16 == 0
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from opengem.kernels.gdpa import triton as kernels
-from opengem.kernels.launch import aligned, launch
+from opengem.kernels.launch import aligned, launch, multiprocessors
 
 NARROW = 64  # most queries a sample may have for the narrow kernels
 CHUNK = 2048  # keys one narrow program walks over; fixed, so that a sample's sums never depend on the batch
@@ -107,7 +106,7 @@ def _gluon_forward(q, k, v, q_offsets, schedule, plan, max_kv, activation, scale
     q, k, v = (_tma_ready(x) for x in (q, k, v))
     out = q.new_empty(q.shape)
     resident = max_kv <= GLUON_STAGES * GLUON_KEYS
-    blocks = min(_multiprocessors(q.device.index), (plan.batch if resident else plan.q_bound) * plan.heads)
+    blocks = min(multiprocessors(q.device), (plan.batch if resident else plan.q_bound) * plan.heads)
     head_strides = q.stride(1), k.stride(1), v.stride(1)
     start = 4 + 4 * (plan.q_bound + plan.kv_bound) if resident else 4
     launch(
@@ -128,7 +127,7 @@ def _gluon_backward(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, activa
         (q, grad, k, v, dq, dq, q_offsets, plan.q_bound, 4, GLUON_DQ, False),
     )
     for a1, a2, b1, b2, o1, o2, offsets, bound, list_start, (rows, stages), keys in sides:
-        blocks = min(_multiprocessors(q.device.index), bound * plan.heads)
+        blocks = min(multiprocessors(q.device), bound * plan.heads)
         head_strides = a1.stride(1), a2.stride(1), b1.stride(1), b2.stride(1)
         launch(
             gluon_sm90.backward, (blocks, 1, 1), _key(plan, (o1.numel() >> 31, *head_strides), offsets, schedule, q),
@@ -141,11 +140,6 @@ def _gluon_backward(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, activa
 def _gluon_fits(q: Tensor, k: Tensor, plan: Plan) -> bool:
     """Wide, own queries, D 64 or 128, and some rows (a descriptor cannot be empty)."""
     return not plan.narrow and not plan.seeds and plan.dim in GLUON_HEAD_DIMS and q.shape[0] > 0 and k.shape[0] > 0
-
-
-@cache
-def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _tma_ready(x: Tensor) -> Tensor:

@@ -116,8 +116,7 @@ def _check_tensors(q, k, v, q_offsets, kv_offsets, shared_q):
     if kv_offsets.shape[0] < 1:
         raise ValueError("gdpa: offsets must have shape [B + 1] with B >= 0, got [0]; an empty batch has offsets [0]")
     if q_offsets.shape != kv_offsets.shape and not (shared_q and q_offsets.shape[0] == 0):
-        want, got = q_offsets.shape[0], kv_offsets.shape[0]
-        raise ValueError(f"gdpa: expected {want} kv_offsets (as q_offsets has), got {got}")
+        raise ValueError(f"gdpa: expected {len(q_offsets)} kv_offsets (as q_offsets has), got {len(kv_offsets)}")
 
 
 def _check_options(activation: str, scale: float) -> None:

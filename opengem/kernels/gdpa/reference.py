@@ -35,7 +35,8 @@ def forward(
 ) -> Tensor:
     """`out` `[B * S, H, D]` if `shared_q` else `[Tq, H, D]`, dtype of q; rows no sample owns are 0."""
     act = ACTIVATIONS[activation].value
-    q_offsets = _query_offsets(q, q_offsets, kv_offsets, shared_q)
+    if shared_q:
+        q_offsets = torch.arange(kv_offsets.shape[0], device=q.device) * q.shape[0]
     total = (kv_offsets.shape[0] - 1) * q.shape[0] if shared_q else q.shape[0]
     out = q.new_zeros(total + 1, *q.shape[1:])
     for chunk in _chunks(q_offsets, kv_offsets, max_q, max_kv, q.shape[1]):
@@ -51,7 +52,8 @@ def backward(
     activation: str, scale: float, shared_q: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v (their shapes and dtypes); rows no sample owns are 0."""
-    q_offsets = _query_offsets(q, q_offsets, kv_offsets, shared_q)
+    if shared_q:
+        q_offsets = torch.arange(kv_offsets.shape[0], device=q.device) * q.shape[0]
     dtype = torch.promote_types(q.dtype, torch.float32)
     dq = q.new_zeros(q.shape[0] + 1, *q.shape[1:], dtype=dtype if shared_q else q.dtype)
     dk = k.new_zeros(k.shape[0] + 1, *k.shape[1:])
@@ -80,12 +82,6 @@ def _chunk_backward(gp, qp, kp, vp, activation, scale):
         dkp += ds.mT @ q_part
         parts.append(ds @ kp)
     return torch.cat(parts, dim=2), dkp, dvp
-
-
-def _query_offsets(q: Tensor, q_offsets: Tensor, kv_offsets: Tensor, shared_q: bool) -> Tensor:
-    if not shared_q:
-        return q_offsets
-    return torch.arange(kv_offsets.shape[0], device=q.device) * q.shape[0]
 
 
 def _chunks(q_offsets: Tensor, kv_offsets: Tensor, max_q: int, max_kv: int, heads: int) -> Iterator[_Chunk]:

@@ -28,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from opengem.kernels.jfa import triton as portable
 from opengem.kernels.jfa.reference import Options
-from opengem.kernels.launch import aligned, launch
+from opengem.kernels.launch import aligned, launch, multiprocessors
 
 LOG2E = gl.constexpr(1.4426950408889634)
 ROWS = 128  # query rows of an item: two consumers of 64
@@ -332,7 +332,7 @@ def forward(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((heads, total), dtype=torch.float32, device=q.device)
     launch(
-        _forward_kernel, (min(_multiprocessors(q.device), slots * heads), 1, 1), key,
+        _forward_kernel, (min(multiprocessors(q.device), slots * heads), 1, 1), key,
         (_descriptor(q, 64), _descriptor(k, KEYS), _descriptor(v, KEYS), out, lse, records, slots, slots * heads, total,
          options.scale * LOG2E.value, options.left, options.right),
         (heads // k.shape[1], options.left >= 0, options.right >= 0, dim, KEYS, STAGES[dim], 1))
@@ -378,8 +378,3 @@ def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
 def _layout(rows: int, dim: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
     return gl.NVMMASharedLayout.get_default_for([rows, dim], element)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -27,13 +27,12 @@ from opengem.kernels.jfa.gluon_sm90 import (
     _clear_rows,
     _descriptor,
     _key,
-    _multiprocessors,
     _schedule,
     _tiles,
     takes,
 )
 from opengem.kernels.jfa.reference import Options
-from opengem.kernels.launch import aligned, launch
+from opengem.kernels.launch import aligned, launch, multiprocessors
 
 STREAM = 64  # rows of a passing tile
 STAGES = {64: 4, 128: 3}  # passing tiles in flight, by head dimension
@@ -382,7 +381,7 @@ def _launch(stay0, stay1, pass0, pass1, lse, delta, out0, out1, offsets, pass_of
     total, heads, dim = stay0.shape
     records, slots = _schedule(total, offsets, pass_offsets, key)
     launch(
-        _backward_kernel, (min(_multiprocessors(stay0.device), slots * heads), 1, 1), key,
+        _backward_kernel, (min(multiprocessors(stay0.device), slots * heads), 1, 1), key,
         (_descriptor(stay0, 64), _descriptor(stay1, 64), _descriptor(pass0, STREAM), _descriptor(pass1, STREAM), lse,
          delta, out0, out1, records, slots, slots * heads, lse.shape[1], scale, before, after),
         (group, keys_own, before >= 0, after >= 0, dim, STREAM, STAGES[dim]))

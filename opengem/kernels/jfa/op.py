@@ -186,8 +186,7 @@ def _check(q, k, v, q_offsets, kv_offsets, max_q, max_kv, left, right, bias) -> 
         if offsets.device != q.device:
             raise ValueError(f"{name} must be on {q.device} like q, got {offsets.device}")
     if q_offsets.shape != kv_offsets.shape:
-        want, got = q_offsets.shape[0], kv_offsets.shape[0]
-        raise ValueError(f"kv_offsets: expected {want} offsets as in q_offsets, got {got}")
+        raise ValueError(f"kv_offsets: expected {len(q_offsets)} offsets as in q_offsets, got {len(kv_offsets)}")
     if max_q < 0 or max_kv < 0:
         raise ValueError(f"max_q and max_kv must be >= 0, got {max_q} and {max_kv}")
     if left < -1 or right < -1:
