@@ -9,11 +9,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from opengem.config import SparseConfig
 from opengem.data.batch import Batch, Embedded
@@ -255,8 +257,9 @@ class EmbeddingCollection:
 
     def finite(self) -> Tensor:
         """0-dim bool on the device: whether every gradient since the last step is finite, on every process."""
-        checks = [grad.isfinite().all() for _, leaves in self.pending for grad in leaves.grads()]
-        return self.router.agree(torch.stack(checks).all() if checks else torch.tensor(True, device=self.reader.device))
+        grads = [grad for _, leaves in self.pending for grad in leaves.grads() if grad.numel()]
+        largest = get_total_norm(grads, math.inf) if grads else torch.zeros((), device=self.reader.device)
+        return self.router.agree(largest.isfinite())
 
     def step(self, lr: float) -> None:
         """Exact row-wise Adagrad on the rows looked up since the last call, from the leaves' `.grad`."""
