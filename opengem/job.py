@@ -46,11 +46,10 @@ class Job:
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Logits `[B]` by label, of a batch on the job's device."""
-        inputs = batch, self.embeddings(batch)
-        if self.dtype == torch.float32:
-            return self.model(*inputs)
-        with torch.autocast(self.device.type, self.dtype):
-            return functional_call(self.model, cast_parameters(self.model, self.dtype), inputs)
+        half = self.dtype != torch.float32
+        with torch.autocast(self.device.type, self.dtype, enabled=half):
+            parameters = cast_parameters(self.model, self.dtype) if half else {}
+            return functional_call(self.model, parameters, (batch, self.embeddings(batch)))
 
     def loss(self, logits: dict[str, Tensor], batch: Batch) -> Tensor:
         optim = self.config.optim

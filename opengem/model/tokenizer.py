@@ -28,12 +28,6 @@ SMALLEST, SPAN = 0.05, 15.0  # of `place`: numbers from 0.05 to beyond 80,000 ar
 _FIXED_POINT = 1 << 20  # counts are summed as integers: exact, so the same for any batch and any order
 
 
-def compute_dtype(weight: Tensor) -> torch.dtype:
-    """The dtype a linear layer with this weight computes in: autocast's where it is on."""
-    device = weight.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-
-
 def attribute_kinds(stream: Stream, kind: str) -> list[Feature]:
     return [attribute for attribute in stream.attributes if attribute.kind == kind]
 
@@ -136,11 +130,9 @@ class EventTokenizer(nn.Module):
         return source.sequences[f"{self.stream.name}.{attribute.name}"].values
 
     def forward(self, batch: Batch, embedded: Embedded, view: EventView) -> Jagged:
-        dtype = compute_dtype(self.inner.weight)
-        vectors = [self.column(embedded, a) for a in self.ids] or [view.gap.new_zeros(view.gap.shape[0], 0)]
-        vectors = torch.cat(vectors, 1).to(dtype)
+        vectors = torch.cat([self.column(embedded, a) for a in self.ids] or [view.match[:, :0]], 1)
         bits = [unpack_bits(self.column(batch, a), a.rows) for a in self.bits]
-        numbers = torch.cat([*bits, self.numbers(batch, view), view.match], 1).to(dtype)
+        numbers = torch.cat([*bits, self.numbers(batch, view), view.match], 1).to(vectors.dtype)
         parts = [vectors, numbers, self.similarity(vectors, embedded, view.row)] if self.pairs else [vectors, numbers]
         return view.history.with_values(self.outer(F.gelu(self.inner(torch.cat(parts, 1)))))
 
@@ -153,7 +145,7 @@ class EventTokenizer(nn.Module):
     def similarity(self, vectors: Tensor, embedded: Embedded, row: Tensor) -> Tensor:
         """`[T, pairs]`: inner product of the event's and the candidate's embedding, a soft match."""
         own = vectors.unflatten(1, (len(self.ids), -1)).index_select(1, self.paired)
-        wanted = torch.stack([embedded.features[f.name] for _, f in self.pairs], 1).to(vectors.dtype)
+        wanted = torch.stack([embedded.features[f.name] for _, f in self.pairs], 1)
         return (own * gather_rows(wanted, row)).sum(2)
 
     @torch.no_grad()
@@ -217,8 +209,7 @@ class FeatureTokenizer(nn.Module):
             parts.append(self.numbers(torch.cat(numbers, 1)))
         for feature, vector in zip(self.bits, self.bit_vectors, strict=True):
             parts.append(vector(unpack_bits(batch.features[feature.name], feature.rows))[:, None])
-        dtype = compute_dtype(self.lift.weight)
-        return torch.cat([part.to(dtype) for part in parts], 1)
+        return torch.cat(parts, 1)
 
     def flops(self, rows: int) -> int:
         lift = self.count * self.lift.weight.numel()
