@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.func import functional_call
 
 from opengem import checkpoint
 from opengem.config import Config, from_json
@@ -17,6 +18,7 @@ from opengem.data.schema import Schema
 from opengem.data.store import Events
 from opengem.errors import UserError
 from opengem.loss import multi_task_loss
+from opengem.model.cast import cast_parameters
 from opengem.model.gem import GEM, stream_config
 from opengem.optim import clip_gradients, dense_optimizer, rate, set_rate
 from opengem.sparse.collection import EmbeddingCollection
@@ -44,9 +46,10 @@ class Job:
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Logits `[B]` by label, of a batch on the job's device."""
-        embedded = self.embeddings(batch)
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            return self.model(batch, embedded)
+        half = self.dtype != torch.float32
+        with torch.autocast(self.device.type, self.dtype, enabled=half):
+            parameters = cast_parameters(self.model, self.dtype) if half else {}
+            return functional_call(self.model, parameters, (batch, self.embeddings(batch)))
 
     def loss(self, logits: dict[str, Tensor], batch: Batch) -> Tensor:
         optim = self.config.optim

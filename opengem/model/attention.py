@@ -1,7 +1,8 @@
 """Attention of the sequence side: a history to itself, a history to the features, learned seeds to a history.
 
-Every module takes the history as a Jagged `[T, d]` and keeps it ragged. Scales are constants of the config, never taken
-from a batch. Read `blocks.py` next.
+Every module takes the layer norm of the events as a Jagged `[T, d]` (one norm serves all parts of a layer) and keeps it
+ragged; those that change events give the update, which `blocks.StreamState` adds. Scales are constants of the config,
+never taken from a batch. Read `blocks.py` next.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def rotate(x: Tensor, history: Jagged, angles: Rotation) -> Tensor:
 
 
 class SelfAttention(nn.Module):
-    """`x + attention(norm(x))` inside each history: in blocks of `window`, in a sliding window, or in full."""
+    """Attention inside each history: in blocks of `window`, in a sliding window, or in full."""
 
     def __init__(self, config: StreamConfig) -> None:
         super().__init__()
@@ -71,20 +72,20 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(config.dim, config.dim)
 
     def forward(self, x: Jagged, angles: Rotation | None) -> Jagged:
-        qkv = self.qkv(layer_norm(x.values)).unflatten(1, (3, self.heads, self.dim // self.heads))
-        out = self.attend(*qkv.unbind(1), x, angles)
-        return x.with_values(x.values + self.out(out.flatten(1)))
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, x: Jagged, angles: Rotation | None) -> Tensor:
-        if self.kind == "block" and angles is not None and angles.by_position:
-            rope = (angles.cos, angles.sin)
-            return block_attention(q, k, v, x.offsets, max_length=x.max_length, block=self.window, rope=rope)
-        if angles is not None:
-            q, k = rotate(q, x, angles), rotate(k, x, angles)
+        qkv = self.qkv(x.values).unflatten(1, (3 * self.heads, -1))
+        fused = self.kind == "block" and angles is not None and angles.by_position
+        if angles is None or fused:
+            q, k, v = qkv.chunk(3, 1)
+        else:
+            both, v = qkv.split([2 * self.heads, self.heads], 1)
+            q, k = rotate(both, x, angles).chunk(2, 1)
         if self.kind == "block":
-            return block_attention(q, k, v, x.offsets, max_length=x.max_length, block=self.window)
-        window = (self.window, self.window) if self.kind == "window" else None
-        return jagged_flash_attention(q, k, v, x.offsets, max_q=x.max_length, window=window)
+            rope = (angles.cos, angles.sin) if fused else None
+            out = block_attention(q, k, v, x.offsets, max_length=x.max_length, block=self.window, rope=rope)
+        else:
+            window = (self.window, self.window) if self.kind == "window" else None
+            out = jagged_flash_attention(q, k, v, x.offsets, max_q=x.max_length, window=window)
+        return x.with_values(self.out(out.flatten(1)))
 
     def flops(self, lengths: list[int]) -> int:
         width = self.heads, self.dim // self.heads
@@ -98,8 +99,8 @@ class SelfAttention(nn.Module):
 class ContextAttention(nn.Module):
     """The GDPA cross block: every event attends to `num_kv` context tokens made from the feature summary.
 
-    With h = norm(x): `x + rms_norm(h + out(act(q(h) Kᵀ / sqrt(head_dim)) V))`, norms without learned scale, as in the
-    block described for GEM (PyTorch blog, "Towards Free Normalization"). With the identity as activation this is a
+    With normalised events h: `rms_norm(h + out(act(q(h) Kᵀ / sqrt(head_dim)) V))`, no learned scale, as in the block
+    described for GEM (PyTorch blog, "Towards Free Normalization"). With the identity as activation this is a
     linear map of h whose matrix K Vᵀ is generated from the features (the PFFN of InterFormer).
     """
 
@@ -113,14 +114,13 @@ class ContextAttention(nn.Module):
 
     def forward(self, x: Jagged, summary: Tensor) -> Jagged:
         """summary: `[B, num_summary, model dim]`."""
-        h = layer_norm(x.values)
-        q = self.query(h).unflatten(1, (self.heads, -1))
+        q = self.query(x.values).unflatten(1, (self.heads, -1))
         k, v = self.context(summary)
         offsets = torch.arange(x.batch_size + 1, device=x.device) * self.num_kv
         scale = (self.dim // self.heads) ** -0.5
         out = gdpa(q, k, v, x.offsets, offsets, max_q=x.max_length, max_kv=self.num_kv, activation=self.activation,
                    scale=scale)
-        return x.with_values(x.values + rms_norm(h + self.out(out.flatten(1))))
+        return x.with_values(rms_norm(self.out(out.flatten(1)), residual=x.values)[0])
 
     def context(self, summary: Tensor) -> tuple[Tensor, Tensor]:
         """K and V, `[B * num_kv, H, D]`."""
@@ -177,21 +177,21 @@ class SeedPooling(nn.Module):
 
     def forward(self, x: Jagged, candidate: Tensor) -> Tensor:
         """candidate: `[B, model dim]`."""
-        k, v = self.key_value(layer_norm(x.values)).unflatten(1, (2, self.heads, -1)).unbind(1)
+        k, v = self.key_value(x.values).unflatten(1, (2, self.heads, -1)).unbind(1)
         q = self.query(layer_norm(self.asked(candidate)))  # [B, seeds, d]
-        averaging = self.seeds - self.counting
+        averaging, counting = q.split([self.seeds - self.counting, self.counting], 1)
         parts = []
-        if averaging:
-            parts.append(self.attend(jagged_flash_attention, q[:, :averaging], k, v, x))
-        if self.counting:
+        if averaging.shape[1]:
+            parts.append(self.attend(jagged_flash_attention, averaging, k, v, x))
+        if counting.shape[1]:
             scale = (self.dim // self.heads) ** -0.5
-            sums = self.attend(gdpa, q[:, averaging:], k, v, x, activation="relu", scale=scale)
-            parts.append(sums.sign() * torch.log1p(sums.abs()))
-        return self.kron(self.out(torch.cat([part.to(q.dtype) for part in parts], 1)))
+            sums = self.attend(gdpa, counting, k, v, x, activation="relu", scale=scale)
+            parts.append((sums.detach().sign() * torch.log1p(sums.abs())).to(q.dtype))
+        return self.kron(self.out(torch.cat(parts, 1)))
 
     def asked(self, candidate: Tensor) -> Tensor:
         scale, shift = self.condition(candidate)[:, None].chunk(2, dim=2)
-        return self.seed.to(scale.dtype) * (1 + scale) + shift
+        return torch.addcmul(shift, self.seed.to(scale.dtype), 1 + scale)
 
     def attend(self, op, q: Tensor, k: Tensor, v: Tensor, x: Jagged, **options) -> Tensor:
         samples, count, _ = q.shape

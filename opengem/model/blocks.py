@@ -15,17 +15,29 @@ from torch import Tensor
 
 from opengem.config import ModelConfig, StreamConfig
 from opengem.jagged import Jagged
+from opengem.kernels.norm.op import layer_norm
 from opengem.model.attention import ContextAttention, Rotation, SeedPooling, SelfAttention
 from opengem.model.interaction import Gate
 
 
 @dataclass(frozen=True)
 class StreamState:
-    """One stream inside the model: events `[T, d]`, the angles of their rotary encoding, the tokens last pooled."""
+    """One stream inside the model: events `[T, d]`, their layer norm, the angles of their rotary encoding, the tokens
+    last pooled."""
 
     events: Jagged
+    normed: Jagged
     angles: Rotation | None
     summary: Tensor | None = None  # [B, pooled_tokens + recent_tokens, model dim]
+
+    @classmethod
+    def start(cls, events: Jagged, angles: Rotation | None) -> StreamState:
+        return cls(events, events.map(layer_norm), angles)
+
+    def plus(self, update: Jagged) -> StreamState:
+        """The sum and its norm are one kernel."""
+        normed, events = layer_norm(update.values, residual=self.events.values)
+        return replace(self, events=update.with_values(events), normed=update.with_values(normed))
 
 
 class HistorySummary(nn.Module):
@@ -42,9 +54,9 @@ class HistorySummary(nn.Module):
         self.gate = Gate(model.dim)
         self.opening = nn.Parameter(torch.zeros(model.dim))
 
-    def forward(self, events: Jagged, candidate: Tensor) -> Tensor:
-        pooled = self.pooling(events, candidate)
-        recent = self.lift(newest(events, self.recent))
+    def forward(self, state: StreamState, candidate: Tensor) -> Tensor:
+        pooled = self.pooling(state.normed, candidate)
+        recent = self.lift(newest(state.events, self.recent))
         summary = self.gate(torch.cat([pooled, recent], 1))
         return summary * self.opening.to(summary.dtype)
 
@@ -61,7 +73,8 @@ def newest(events: Jagged, count: int) -> Tensor:
     exists = row >= events.offsets[:-1, None]
     if events.values.shape[0] == 0:
         return events.values.new_zeros(*row.shape, events.values.shape[1])
-    return events.values[row.clamp(min=0)] * exists[..., None]
+    found = events.values.index_select(0, row.clamp(min=0).flatten()).unflatten(0, row.shape)
+    return found * exists[..., None]
 
 
 class StreamLayer(nn.Module):
@@ -74,15 +87,14 @@ class StreamLayer(nn.Module):
         self.attention = SelfAttention(config) if letter in "SF" and config.attention != "none" else None
 
     def pool(self, state: StreamState, candidate: Tensor) -> StreamState:
-        return state if self.summary is None else replace(state, summary=self.summary(state.events, candidate))
+        return state if self.summary is None else replace(state, summary=self.summary(state, candidate))
 
     def forward(self, state: StreamState, feature_summary: Tensor) -> StreamState:
-        events = state.events
         if self.context is not None:
-            events = self.context(events, feature_summary)
+            state = state.plus(self.context(state.normed, feature_summary))
         if self.attention is not None:
-            events = self.attention(events, state.angles)
-        return replace(state, events=events)
+            state = state.plus(self.attention(state.normed, state.angles))
+        return state
 
     def flops(self, lengths: list[int]) -> dict[str, int]:
         parts = {"pooling": self.summary, "gdpa": self.context, "self_attention": self.attention}

@@ -23,6 +23,7 @@ from opengem.config import ModelConfig, StreamConfig
 from opengem.data.batch import Batch, Embedded
 from opengem.data.schema import Feature, Schema
 from opengem.errors import UserError
+from opengem.kernels.norm.op import layer_norm
 from opengem.model.attention import rotation
 from opengem.model.blocks import HistorySummary, StreamLayer, StreamState
 from opengem.model.heads import Head
@@ -60,10 +61,10 @@ class Layer(nn.Module):
         self.cross_layer = CrossLayerAttention(config.dim, config.heads) if attends else None
 
     def forward(self, x: list[Tensor], states: dict[str, StreamState], candidate: Tensor) -> Tensor:
-        """x: outputs of all layers before, the last one the input. Updates `states`; returns the new tokens."""
+        """x: outputs of all layers before, normalised, the last one the input. Updates `states`; returns the output."""
         tokens = x[-1]
         if self.cross_layer is not None:
-            tokens = self.cross_layer(tokens, torch.cat(x[:-1], 1))
+            tokens = layer_norm(self.cross_layer(tokens, torch.cat(x[:-1], 1)))
         summary = self.weights(tokens)
         for name, layer in self.streams.items():
             states[name] = layer.pool(states[name], candidate)
@@ -117,11 +118,11 @@ class GEM(nn.Module):
     def forward(self, batch: Batch, embedded: Embedded) -> dict[str, Tensor]:
         states, counts = self.tokenize_events(batch, embedded)
         tokens, candidate = self.features(batch, embedded, counts)
-        x = [tokens]
+        x = [layer_norm(tokens)]
         for layer in self.layers:
             x.append(layer(x, states, candidate))
         for name, summary in self.last_summaries.items():
-            states[name] = replace(states[name], summary=summary(states[name].events, candidate))
+            states[name] = replace(states[name], summary=summary(states[name], candidate))
         last = torch.cat([x[-1], *[state.summary.to(x[-1].dtype) for state in states.values()]], 1).flatten(1)
         return {name: head(last) for name, head in self.heads.items()}
 
@@ -133,7 +134,7 @@ class GEM(nn.Module):
             log_gap = torch.log1p(view.gap / self.config.time_scale_s)
             angles = rotation(view.history, log_gap, config.dim // config.heads, positions=self.config.rope,
                               time=self.config.time_encoding)
-            states[name] = StreamState(tokenizer(batch, embedded, view), angles)
+            states[name] = StreamState.start(tokenizer(batch, embedded, view), angles)
         return states, counts
 
     def num_parameters(self) -> int:

@@ -48,7 +48,7 @@ class Gate(nn.Module):
 
 
 class WeightGeneration(nn.Module):
-    """X `[B, n, d]` to its summary X_sum `[B, num_summary, d]`: token-axis compression, a two-layer MLP, a gate."""
+    """Normalised X `[B, n, d]` to its summary `[B, num_summary, d]`: token-axis compression, two-layer MLP, gate."""
 
     def __init__(self, tokens: int, summary: int, dim: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class WeightGeneration(nn.Module):
         self.gate = Gate(dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        summary = self.compress(layer_norm(x))
+        summary = self.compress(x)
         summary = summary + self.outer(F.gelu(self.inner(layer_norm(summary))))
         return self.gate(summary)
 
@@ -70,35 +70,39 @@ class WukongExpert(nn.Module):
     """One Wukong layer (arXiv 2403.02545): `[B, n, d]` to `[B, fm_tokens + linear_tokens, d]`.
 
     A factorisation machine X Xᵀ Y with learned Y `[n, rank]`, computed as X (Xᵀ Y), goes through an MLP to `fm_tokens`
-    tokens; a linear compression gives the others; both are added to the (compressed) input and normalised.
+    tokens; a linear compression gives the others; both are added to the compressed input and normalised. The three maps
+    along the token axis are one product.
     """
 
     def __init__(self, tokens: int, dim: int, fm_tokens: int, linear_tokens: int, rank: int, hidden: int) -> None:
         super().__init__()
         self.tokens, self.dim, self.fm_tokens = tokens, dim, fm_tokens
+        self.rows = linear_tokens, rank
         self.linear = TokenMix(tokens, linear_tokens)
         if fm_tokens:
             self.project = TokenMix(tokens, rank)
             self.inner = nn.Linear(tokens * rank, hidden)
             self.outer = nn.Linear(hidden, fm_tokens * dim)
-        out = fm_tokens + linear_tokens
-        self.shortcut = nn.Identity() if out == tokens else TokenMix(tokens, out)
+        self.shortcut = TokenMix(tokens, fm_tokens + linear_tokens)
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = [self.linear(x)]
-        if self.fm_tokens:
-            products = x @ self.project(x).transpose(1, 2)  # [B, n, rank]
-            hidden = F.gelu(self.inner(layer_norm(products.flatten(1))))
-            parts.insert(0, self.outer(hidden).unflatten(1, (self.fm_tokens, self.dim)))
-        return layer_norm(torch.cat(parts, 1) + self.shortcut(x))
+        linear = F.pad(self.linear.weight, (0, 0, self.fm_tokens, 0)) + self.shortcut.weight
+        if not self.fm_tokens:
+            return layer_norm(mix_tokens(linear, x))
+        mixed = mix_tokens(torch.cat([linear, self.project.weight]), x)
+        fm, linear, projected = mixed.split([self.fm_tokens, *self.rows], 1)
+        products = x @ projected.transpose(1, 2)  # [B, n, rank]
+        hidden = F.gelu(self.inner(layer_norm(products.flatten(1))))
+        fm = fm + self.outer(hidden).unflatten(1, (self.fm_tokens, self.dim))
+        return layer_norm(torch.cat([fm, linear], 1))
 
     def flops(self, rows: int) -> int:
-        total = self.linear.flops(rows, self.dim)
+        total = self.shortcut.flops(rows, self.dim)
         if self.fm_tokens:
             rank = self.project.weight.shape[0]
             total += self.project.flops(rows, self.dim) + 2 * rows * self.tokens * self.dim * rank
             total += 2 * rows * (self.inner.weight.numel() + self.outer.weight.numel())
-        return total + (self.shortcut.flops(rows, self.dim) if isinstance(self.shortcut, TokenMix) else 0)
+        return total
 
 
 class Experts(nn.Module):
@@ -118,10 +122,10 @@ class Experts(nn.Module):
             WukongExpert(each, dim, fm_tokens, linear_tokens, rank, hidden) for _ in range(experts)
         )
 
-    def partition(self, x: Tensor) -> list[Tensor]:
+    def partition(self, x: Tensor) -> tuple[Tensor, ...]:
         """One `[B, n / M, d]` for each expert."""
-        padded = F.pad(x, (0, 0, 0, self.padding))
-        return [padded[:, first :: len(self.experts)] for first in range(len(self.experts))]
+        padded = F.pad(x, (0, 0, 0, self.padding)) if self.padding else x
+        return padded.unflatten(1, (-1, len(self.experts))).unbind(2)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([expert(part) for expert, part in zip(self.experts, self.partition(x), strict=True)], 1)
@@ -133,8 +137,8 @@ class Experts(nn.Module):
 class CrossLayerAttention(nn.Module):
     """Tokens of this layer attend to the outputs of all earlier layers: `x + gate * attention(x, earlier)`.
 
-    The gate starts at 0, so a new layer starts as if it were not there. The layer's own input is `[B, n, d]`, `earlier`
-    `[B, m, d]`. The mechanism is described for GEM without detail; this reading is ours.
+    The gate starts at 0, so a new layer starts as if it were not there. Both are normalised: `x`
+    `[B, n, d]`, `earlier` `[B, m, d]`. The mechanism is described for GEM without detail; this reading is ours.
     """
 
     def __init__(self, dim: int, heads: int) -> None:
@@ -146,11 +150,11 @@ class CrossLayerAttention(nn.Module):
 
     def forward(self, x: Tensor, earlier: Tensor) -> Tensor:
         (samples, n, dim), m = x.shape, earlier.shape[1]
-        q = self.query(layer_norm(x)).reshape(samples * n, self.heads, dim // self.heads)
-        k, v = self.key_value(layer_norm(earlier)).reshape(samples * m, 2, self.heads, dim // self.heads).unbind(1)
+        q = self.query(x).reshape(samples * n, self.heads, dim // self.heads)
+        k, v = self.key_value(earlier).reshape(samples * m, 2, self.heads, dim // self.heads).unbind(1)
         row = torch.arange(samples + 1, device=x.device)
         out = jagged_flash_attention(q, k, v, row * n, row * m, max_q=n, max_kv=m)
-        return x + (self.gate * self.out(out.reshape(samples, n, dim))).to(x.dtype)
+        return torch.addcmul(x, self.gate.to(x.dtype), self.out(out.reshape(samples, n, dim)).to(x.dtype))
 
     def flops(self, rows: int, n: int, m: int) -> int:
         dim = self.query.in_features

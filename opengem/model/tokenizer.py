@@ -28,12 +28,6 @@ SMALLEST, SPAN = 0.05, 15.0  # of `place`: numbers from 0.05 to beyond 80,000 ar
 _FIXED_POINT = 1 << 20  # counts are summed as integers: exact, so the same for any batch and any order
 
 
-def compute_dtype(weight: Tensor) -> torch.dtype:
-    """The dtype a linear layer with this weight computes in: autocast's where it is on."""
-    device = weight.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-
-
 def attribute_kinds(stream: Stream, kind: str) -> list[Feature]:
     return [attribute for attribute in stream.attributes if attribute.kind == kind]
 
@@ -60,8 +54,8 @@ def place(x: Tensor) -> Tensor:
 def hats(places: Tensor, step: float) -> Tensor:
     """`[...]` to `[..., knots]`: the two knots next to each place get the weights of linear interpolation, others 0."""
     last = int(SPAN / step)
-    knots = torch.arange(-last, last + 1, device=places.device) * step
-    return (1 - (places[..., None] - knots).abs() / step).clamp(min=0)
+    knots = torch.arange(-last, last + 1, device=places.device)
+    return (1 - ((places / step)[..., None] - knots).abs()).clamp(min=0)
 
 
 class NumberEncoding(nn.Module):
@@ -81,20 +75,22 @@ class NumberEncoding(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         places = place(x)
-        weights = torch.cat([hats(places, step) for step in self.STEPS], 2)
-        return torch.einsum("nck,ckd->ncd", weights, self.curve) + (places / SPAN)[..., None] * self.slope
+        weights = torch.cat([*(hats(places, step) for step in self.STEPS), (places / SPAN)[..., None]], 2)
+        return torch.einsum("nck,ckd->ncd", weights, torch.cat([self.curve, self.slope[:, None]], 1))
 
     def flops(self, rows: int) -> int:
-        return 2 * rows * self.curve.numel()
+        return 2 * rows * (self.curve.numel() + self.slope.numel())
 
 
 @dataclass(frozen=True)
 class EventView:
-    """The visible events of one stream: timestamps with their offsets, the sample of each event (int64 `[T]`), seconds
-    from event to request (float32 `[T]`), and 1 where the event has the candidate's id (float32 `[T, pairs]`)."""
+    """The visible events of one stream: timestamps with their offsets, the sample of each event and its position there
+    (int64 `[T]`), seconds from event to request (float32 `[T]`), and 1 where the event has the candidate's id (float32
+    `[T, pairs]`)."""
 
     history: Jagged
     row: Tensor
+    position: Tensor
     gap: Tensor
     match: Tensor
 
@@ -110,6 +106,8 @@ class EventTokenizer(nn.Module):
         self.stream = stream
         self.pairs = matches(stream, features) if config.match else []
         self.ids, self.bits = attribute_kinds(stream, "id"), attribute_kinds(stream, "bits")
+        paired = [self.ids.index(a) for a, _ in self.pairs]
+        self.register_buffer("paired", torch.tensor(paired, dtype=torch.int64), persistent=False)
         self.dense = attribute_kinds(stream, "dense")
         numbers = (len(self.dense) + 2) * hats(torch.zeros(()), self.STEP).shape[0]
         width = len(self.ids) * embedding_dim + numbers + sum(a.rows for a in self.bits) + 2 * len(self.pairs)
@@ -120,36 +118,35 @@ class EventTokenizer(nn.Module):
         """The stream's visible events as this tokenizer needs them."""
         history = batch.sequences[f"{self.stream.name}.timestamp"]
         row = history.row_to_sample
+        position = torch.arange(row.shape[0], device=row.device) - history.offsets[row]
         gap = (batch.timestamps[row] - history.values).clamp(min=0).float()
-        hits = [self.column(batch, a).eq(batch.features[f.name][row]).float() for a, f in self.pairs]
-        return EventView(history, row, gap, torch.stack(hits, 1) if hits else gap.new_zeros(gap.shape[0], 0))
+        match = gap.new_zeros(gap.shape[0], 0)
+        if self.pairs:
+            wanted = torch.stack([batch.features[f.name] for _, f in self.pairs], 1)
+            match = torch.stack([self.column(batch, a) for a, _ in self.pairs], 1).eq(wanted[row]).float()
+        return EventView(history, row, position, gap, match)
 
     def column(self, source: Batch | Embedded, attribute: Feature) -> Tensor:
         return source.sequences[f"{self.stream.name}.{attribute.name}"].values
 
     def forward(self, batch: Batch, embedded: Embedded, view: EventView) -> Jagged:
-        parts = [self.column(embedded, a) for a in self.ids]
-        parts += [unpack_bits(self.column(batch, a), a.rows) for a in self.bits]
-        parts += [self.numbers(batch, view), view.match, self.similarity(embedded, view)]
-        dtype = compute_dtype(self.inner.weight)
-        tokens = self.outer(F.gelu(self.inner(torch.cat([part.to(dtype) for part in parts], 1))))
-        return view.history.with_values(tokens)
+        vectors = torch.cat([self.column(embedded, a) for a in self.ids] or [view.match[:, :0]], 1)
+        bits = [unpack_bits(self.column(batch, a), a.rows) for a in self.bits]
+        numbers = torch.cat([*bits, self.numbers(batch, view), view.match], 1).to(vectors.dtype)
+        parts = [vectors, numbers, self.similarity(vectors, embedded, view.row)] if self.pairs else [vectors, numbers]
+        return view.history.with_values(self.outer(F.gelu(self.inner(torch.cat(parts, 1)))))
 
     def numbers(self, batch: Batch, view: EventView) -> Tensor:
         """float32 `[T, numbers * knots]`: dense attributes, days to the request, days since the event before."""
-        first = view.history.positions == 0
-        previous = (view.gap.roll(1) - view.gap).masked_fill(first, 0)
+        previous = (view.gap.roll(1) - view.gap).masked_fill(view.position == 0, 0)
         numbers = [*[self.column(batch, a) for a in self.dense], view.gap / DAY, previous / DAY]
         return hats(place(torch.stack(numbers, 1)), self.STEP).flatten(1)
 
-    def similarity(self, embedded: Embedded, view: EventView) -> Tensor:
+    def similarity(self, vectors: Tensor, embedded: Embedded, row: Tensor) -> Tensor:
         """`[T, pairs]`: inner product of the event's and the candidate's embedding, a soft match."""
-        dtype = compute_dtype(self.inner.weight)
-        products = [
-            (self.column(embedded, a).to(dtype) * gather_rows(embedded.features[f.name].to(dtype), view.row)).sum(1)
-            for a, f in self.pairs
-        ]
-        return torch.stack(products, 1) if products else view.match
+        own = vectors.unflatten(1, (len(self.ids), -1)).index_select(1, self.paired)
+        wanted = torch.stack([embedded.features[f.name] for _, f in self.pairs], 1)
+        return (own * gather_rows(wanted, row)).sum(2)
 
     @torch.no_grad()
     def counts(self, view: EventView) -> Tensor:
@@ -157,10 +154,10 @@ class EventTokenizer(nn.Module):
         days = view.gap / DAY
         weights = torch.stack([torch.ones_like(days), *[torch.exp2(-days / half) for half in DECAYS_DAYS]], 1)
         terms = (view.match[:, :, None] * weights[:, None, :]).flatten(1)  # [T, pairs * decays]
-        running = F.pad((terms * _FIXED_POINT).round().long().cumsum(0), (0, 0, 1, 0))
-        first, last = view.history.offsets[:-1], view.history.offsets[1:]
-        sums = (running[last] - running[first]).double() / _FIXED_POINT
-        return torch.log1p(torch.cat([(last - first)[:, None].double(), sums], 1)).float()
+        terms = F.pad(terms, (1, 0), value=1.0)  # the plain number of events
+        sums = torch.zeros(view.history.batch_size, terms.shape[1], dtype=torch.int64, device=terms.device)
+        sums.index_add_(0, view.row, (terms * _FIXED_POINT).round().long())
+        return torch.log1p(sums.double() / _FIXED_POINT).float()
 
     @property
     def num_counts(self) -> int:
@@ -183,7 +180,8 @@ class FeatureTokenizer(nn.Module):
         self.ids = [f for f in features if f.kind in ("id", "ids")]
         self.dense = [f for f in features if f.kind == "dense"]
         self.bits = [f for f in features if f.kind == "bits"]
-        self.item = [i for i, f in enumerate(self.ids) if f.role == "item"]
+        item = [i for i, f in enumerate(self.ids) if f.role == "item"]
+        self.register_buffer("item", torch.tensor(item, dtype=torch.int64), persistent=False)
         self.embedding_dim = embedding_dim
         self.numbers = NumberEncoding(len(self.dense) + num_counts, embedding_dim)
         self.bit_vectors = nn.ModuleList(nn.Linear(f.rows, embedding_dim) for f in self.bits)
@@ -193,7 +191,7 @@ class FeatureTokenizer(nn.Module):
         self.mix = TokenMix(self.count, config.num_feature_tokens - 1)
         self.inner = nn.Linear(self.count * embedding_dim, config.expert_hidden)
         self.outer = nn.Linear(config.expert_hidden, config.dim)
-        self.candidate = nn.Linear(max(1, len(self.item)) * embedding_dim, config.dim)
+        self.candidate = nn.Linear(max(1, len(item)) * embedding_dim, config.dim)
 
     def forward(self, batch: Batch, embedded: Embedded, counts: list[Tensor]) -> tuple[Tensor, Tensor]:
         """(tokens `[B, num_feature_tokens, dim]`, candidate `[B, dim]`)."""
@@ -201,18 +199,17 @@ class FeatureTokenizer(nn.Module):
         lifted = self.lift(vectors) + self.identity.to(vectors.dtype)
         mixed = self.mix(lifted)
         deep = self.outer(F.gelu(self.inner(vectors.flatten(1))))
-        item = vectors[:, self.item] if self.item else vectors.mean(1, keepdim=True)
+        item = vectors.index_select(1, self.item) if self.item.numel() else vectors.mean(1, keepdim=True)
         return torch.cat([mixed, deep[:, None]], 1), self.candidate(item.flatten(1))
 
     def vectors(self, batch: Batch, embedded: Embedded, counts: list[Tensor]) -> Tensor:
-        parts = [embedded.features[f.name][:, None] for f in self.ids]
+        parts = [torch.stack([embedded.features[f.name] for f in self.ids], 1)] if self.ids else []
         numbers = [batch.features[f.name][:, None] for f in self.dense] + counts
         if numbers:
             parts.append(self.numbers(torch.cat(numbers, 1)))
         for feature, vector in zip(self.bits, self.bit_vectors, strict=True):
             parts.append(vector(unpack_bits(batch.features[feature.name], feature.rows))[:, None])
-        dtype = compute_dtype(self.lift.weight)
-        return torch.cat([part.to(dtype) for part in parts], 1)
+        return torch.cat(parts, 1)
 
     def flops(self, rows: int) -> int:
         lift = self.count * self.lift.weight.numel()

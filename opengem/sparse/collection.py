@@ -9,11 +9,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from opengem.config import SparseConfig
 from opengem.data.batch import Batch, Embedded
@@ -152,16 +154,13 @@ class Leaves:
             features={slot.key: leaf for slot, _, leaf in self.parts if not slot.sequence},
         )
 
-    def grads(self) -> list[Tensor]:
-        return [leaf.grad for _, _, leaf in self.parts if leaf.grad is not None]
-
     def per_id(self) -> Tensor:
-        """`[N, dim]`: the gradient of each looked-up vector; zero where the model did not use it."""
+        """float32 `[N, dim]`: the gradient of each looked-up vector; zero where the model did not use it."""
         grads = [self.empty]
         for slot, x, leaf in self.parts:
             grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             grads.append(grad.index_select(0, x.row_to_sample) if slot.pooled else grad)
-        return torch.cat(grads)
+        return torch.cat(grads).float()
 
 
 class LocalRouter:
@@ -237,7 +236,10 @@ class EmbeddingCollection:
         self.reinitialise(seed)
 
     def __call__(self, batch: Batch) -> Embedded:
-        """Look every id up. With gradients enabled the values are leaves, remembered until `step` or `discard`."""
+        """Look every id up, in autocast's dtype where it is on.
+
+        With gradients enabled the values are leaves, remembered until `step` or `discard`.
+        """
         return self.lookup(self.distribute(batch))
 
     def distribute(self, batch: Batch) -> Distributed:
@@ -247,7 +249,8 @@ class EmbeddingCollection:
 
     def lookup(self, ids: Distributed) -> Embedded:
         """The second half of a call."""
-        vectors = self.router.vectors(ids.route, self.storage.lookup(ids.route.rows))
+        vectors, kind = self.router.vectors(ids.route, self.storage.lookup(ids.route.rows)), self.reader.device.type
+        vectors = vectors.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else vectors
         leaves = Leaves(self.slots, ids.inputs, vectors)
         if torch.is_grad_enabled():
             self.pending.append((ids.route, leaves))
@@ -255,8 +258,10 @@ class EmbeddingCollection:
 
     def finite(self) -> Tensor:
         """0-dim bool on the device: whether every gradient since the last step is finite, on every process."""
-        checks = [grad.isfinite().all() for _, leaves in self.pending for grad in leaves.grads()]
-        return self.router.agree(torch.stack(checks).all() if checks else torch.tensor(True, device=self.reader.device))
+        grads = [leaf.grad for _, leaves in self.pending for *_, leaf in leaves.parts]
+        grads = [grad for grad in grads if grad is not None and grad.numel()]
+        largest = get_total_norm(grads, math.inf) if grads else torch.zeros((), device=self.reader.device)
+        return self.router.agree(largest.isfinite())
 
     def step(self, lr: float) -> None:
         """Exact row-wise Adagrad on the rows looked up since the last call, from the leaves' `.grad`."""
