@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -69,6 +70,8 @@ def predict(job: Job, folder: Path, split: str, out: Path) -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    if split == "all":
+        job = replace(job, schema=replace(job.schema, splits={"all": (-(2**63), 2**63 - 1)}))
     names = [label.name for label in job.schema.labels]
     fields = [pa.field("row", pa.int64()), pa.field("timestamp", pa.int64())]
     schema = pa.schema(fields + [pa.field(name, pa.float32()) for name in names])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from opengem import checkpoint
 from opengem.config import Config, from_json
 from opengem.data.batch import Batch
+from opengem.data.columns import nearest
 from opengem.data.loader import Loader, input_features
 from opengem.data.schema import Schema
 from opengem.data.store import Events
@@ -55,6 +57,9 @@ class Job:
     def learn(self, loss: Tensor) -> tuple[bool, Tensor]:
         """Backward, check, step. Returns (finite, dense gradient norm); nothing is updated when not finite."""
         loss.backward()
+        for parameter in self.model.parameters():
+            if parameter.grad is None:  # so that every parameter has optimiser state, which a checkpoint needs
+                parameter.grad = torch.zeros_like(parameter)
         norm = clip_gradients(self.model, self.config.optim.clip_norm)
         finite = bool(torch.isfinite(loss) & torch.isfinite(norm) & self.embeddings.finite())
         if finite:
@@ -108,6 +113,8 @@ class Job:
 def build(config: Config, schema: Schema) -> Job:
     """A fresh job; parameters depend on `train.seed` alone."""
     device, dtype = pick_device(config)
+    _check_names("optim.task_weights", config.optim.task_weights, [label.name for label in schema.labels])
+    _check_names("model.streams", [s.name for s in config.model.streams], ["*", *(s.name for s in schema.streams)])
     torch.manual_seed(config.train.seed)
     features = input_features(schema, config.data)
     embeddings = EmbeddingCollection(schema, features, config.sparse, device, config.train.seed)
@@ -116,6 +123,12 @@ def build(config: Config, schema: Schema) -> Job:
         model.compile()
     optimizer = dense_optimizer(model, config.optim, device)
     return Job(config, schema, device, dtype, embeddings, model, optimizer)
+
+
+def _check_names(field: str, given: Iterable[str], known: list[str]) -> None:
+    for name in given:
+        if name not in known:
+            raise UserError(f"config {field}: {name!r} is not in this data set{nearest(name, known)}")
 
 
 def open_run(run: Path, data: Path) -> Job:

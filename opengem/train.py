@@ -42,6 +42,8 @@ def train(config: Config, data: Path, out: Path, resume: str = "auto", with_base
     schema = Schema.load(data)
     job = build(config, schema)
     loader = job.loader(data, config.data.train_split, training=True)
+    for name in config.data.eval_splits:
+        job.loader(data, name, training=False)  # a split that is missing or empty is told before the pass, not after it
     job.total_steps = _planned_steps(config, loader)
     rates = base_rates(data, schema, config.data.train_split)
     progress = Progress(Meter(schema.labels, job.device), Meter(schema.labels, job.device))
