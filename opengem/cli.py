@@ -55,7 +55,7 @@ class Train:
     resume: str = "auto"
     """auto: continue a run found in --out; never: refuse it; or the path of a checkpoint"""
     steps: int = 0
-    """stop after this many steps, short for --train.steps"""
+    """stop after this many steps at the latest, short for --train.steps"""
     baselines: bool = True
     """fit the data set's baselines in the same run"""
     print_config: bool = False
@@ -113,6 +113,11 @@ class Bench:
     """JSON-lines file the rows are appended to"""
 
 
+@dataclass(frozen=True)
+class Doctor:
+    """Print versions, devices, which kernel runs where, and what is missing."""
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with the documented status."""
     try:
@@ -124,6 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"opengem: training stopped: {error}", file=sys.stderr)
         sys.exit(3)
     except KeyboardInterrupt:
+        print("opengem: interrupted", file=sys.stderr)
         sys.exit(130)
 
 
@@ -214,9 +220,7 @@ def _bench(arguments: list[str]) -> None:
 
 
 def _doctor(arguments: list[str]) -> None:
-    if arguments:
-        print("usage: opengem doctor\nPrints versions, devices, which kernel runs where, and what is missing.")
-        return
+    _parse(Doctor, arguments, "opengem doctor")
     from opengem.efficiency import doctor
 
     print(doctor.text())
@@ -258,9 +262,11 @@ def _flags(target: Any, program: str, keywords: dict) -> list[str]:
 
 
 def _one_line(text: str) -> str:
-    """tyro's boxed message without the box."""
-    bare = re.sub(r"[╭╮╰╯│─┌┐└┘├┤]+", " ", text)
-    return " ".join(bare.split())[:300].removesuffix(".") or "arguments could not be read"
+    """tyro's message without its box, title, help text and rules."""
+    bare = " ".join(re.sub(r"[╭╮╰╯│─┌┐└┘├┤]+", " ", text).split())
+    parts = re.split(r" ?-{4,} ?", bare)
+    said = re.sub(r"^Error parsing \S+: (?=config )| ?For full helptext.*", "", parts[len(parts) > 1])
+    return said[:400].removesuffix(".") or "arguments could not be read"
 
 
 def _choose(name: str, known: dict[str, Any], what: str) -> Any:
@@ -270,8 +276,9 @@ def _choose(name: str, known: dict[str, Any], what: str) -> Any:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), 1, 0.5)
-    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+    known = list(known)
+    close = difflib.get_close_matches(name, known, 1, 0.5)
+    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known[:9])}{' ...' * (len(known) > 9)}"
 
 
 def _print_splits(splits: dict[str, dict], baselines: dict[str, dict]) -> None:

@@ -265,7 +265,7 @@ class TrainConfig:
     """The loop: how long, how often it saves and reports, where it runs."""
 
     steps: int = 0
-    """stop after this many steps (0: one pass over the training split)"""
+    """stop after this many steps at the latest (0: when the passes over the training split are over)"""
     epochs: int = 1
     """passes over the training split; tables are re-initialised between passes, since a second pass overfits them"""
     seed: int = 0
@@ -285,6 +285,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "save_every"):
             _at_least(f"train.{name}", getattr(self, name), 0)
+        _require(0 <= self.seed < 2**63, "train.seed", self.seed, "must lie in [0, 2^63)", "for example 0")
         for name in ("epochs", "keep_checkpoints", "log_every"):
             _at_least(f"train.{name}", getattr(self, name), 1)
         _one_of("train.device", self.device, ("auto", "cpu", "cuda"))

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from opengem.data.batch import Batch
+from opengem.data.files import writable
 from opengem.data.labels import counts
 from opengem.errors import NonFiniteError, UserError
 from opengem.job import Job
@@ -75,12 +76,18 @@ def predict(job: Job, folder: Path, split: str, out: Path) -> int:
     names = [label.name for label in job.schema.labels]
     fields = [pa.field("row", pa.int64()), pa.field("timestamp", pa.int64())]
     schema = pa.schema(fields + [pa.field(name, pa.float32()) for name in names])
-    out.parent.mkdir(parents=True, exist_ok=True)
-    building, rows = out.with_name(f".{out.name}.building"), 0
-    with pq.ParquetWriter(building, schema) as writer:
-        for batch, probabilities in score(job, job.loader(folder, split, training=False)):
-            columns = [batch.rows.numpy(), batch.timestamps.numpy(), *(probabilities[name].numpy() for name in names)]
-            writer.write_table(pa.table([pa.array(c) for c in columns], schema=schema))
-            rows += batch.batch_size
-    building.rename(out)
-    return rows
+    loader = job.loader(folder, split, training=False)
+    if out.exists() and not out.is_file():
+        raise UserError(f"{out} is no file that could be replaced; choose another --out")
+    building = out.with_name(f".{out.name}.building")
+    with writable(out.parent):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with pq.ParquetWriter(building, schema) as writer:
+                for batch, chances in score(job, loader):
+                    columns = [batch.rows.numpy(), batch.timestamps.numpy(), *(chances[name].numpy() for name in names)]
+                    writer.write_table(pa.table([pa.array(c) for c in columns], schema=schema))
+            building.rename(out)
+        finally:
+            building.unlink(missing_ok=True)
+    return loader.num_rows

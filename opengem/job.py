@@ -96,12 +96,19 @@ class Job:
         state["random"] = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             state["random"]["cuda"] = torch.cuda.get_rng_state(self.device)
-        return state | {"progress": {"json": progress}}
+        return state | {"progress": {"json": progress, "fits": self._fits()}}
+
+    def _fits(self) -> str:
+        """What must be alike for a checkpoint to mean the same here, beyond the shapes of its tensors."""
+        inputs = input_features(self.schema, self.config.data)
+        return repr((list(self.model.state_dict()), self.schema.streams, inputs, self.schema.labels))
 
     def restore(self, path: Path) -> str:
         """Load a complete checkpoint into this job; returns the progress text it was saved with."""
         state = self.state("")
         checkpoint.load(path, state)
+        if state["progress"]["fits"] != self._fits():
+            raise UserError(f"checkpoint {path} is of another model, or of a data set with other inputs or labels")
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.embeddings.load_state_dict(state["embeddings"])
         torch.set_rng_state(state["random"]["cpu"])

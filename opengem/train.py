@@ -152,7 +152,7 @@ def _batches(job: Job, loader: Loader, progress: Progress) -> Iterator[Batch]:
             if job.step >= job.total_steps:
                 return
         progress.epoch += 1
-        job.embeddings.reinitialise(progress.epoch)
+        job.embeddings.reinitialise(job.config.train.seed + progress.epoch)
 
 
 def describe(job: Job) -> None:
@@ -175,16 +175,12 @@ def _planned_steps(config: Config, loader: Loader) -> int:
 
 def _find_checkpoint(config: Config, out: Path, resume: str) -> Path | None:
     """The checkpoint to start from. Refuses to mix runs of different configs in one folder."""
-    if resume not in ("auto", "never"):
-        return Path(resume)
     written = out / "config.json"
-    if not written.is_file():
-        return None
-    if resume == "never":
+    if written.is_file() and resume == "never":
         raise UserError(f"{out} already holds a run and --resume is never; choose another --out or remove the folder")
-    if from_json(written.read_text(), str(written)) != config:
+    if written.is_file() and from_json(written.read_text(), str(written)) != config:
         raise UserError(f"{out} holds a run with another config; choose another --out, or pass {written} as the recipe")
-    return checkpoint.find(out / "checkpoints")
+    return checkpoint.find(out / "checkpoints") if resume in ("auto", "never") else Path(resume)
 
 
 def _refuse_several_processes() -> None:

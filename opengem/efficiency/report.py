@@ -7,8 +7,9 @@ import io
 import json
 from pathlib import Path
 
+from opengem.data.files import writable
 from opengem.errors import UserError
-from opengem.runlog import read_metrics
+from opengem.runlog import parse, read_metrics, write_whole
 
 COLOURS = ("#2563a8", "#c2571a", "#2e7d4f", "#8a3f8f", "#7a6a1d", "#4a4a4a")
 
@@ -45,8 +46,9 @@ def write(runs: list[Path], out: Path | None = None) -> Path:
     icon = '<link rel="icon" href="data:,">'
     head = f'<meta charset="utf-8">{viewport}{icon}<title>{html.escape(title)}</title><style>{STYLE}</style>'
     page = f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(sections)}</body></html>\n'
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page)
+    with writable(out.parent):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(out, page)
     return out
 
 
@@ -54,13 +56,13 @@ class _Run:
     """What the page needs of one run folder."""
 
     def __init__(self, folder: Path) -> None:
-        if not (folder / "config.json").is_file():
+        config, summary = folder / "config.json", folder / "summary.json"
+        if not config.is_file():
             raise UserError(f"{folder} is no run folder (no config.json); give the --out folder of `opengem train`")
         self.folder = folder
-        self.config = json.loads((folder / "config.json").read_text())
+        self.config = parse(config.read_text(), str(config))
         self.lines = read_metrics(folder)
-        summary = folder / "summary.json"
-        self.summary = json.loads(summary.read_text()) if summary.is_file() else {}
+        self.summary = parse(summary.read_text(), str(summary)) if summary.is_file() else {}
         self.name = f"{self.config['name']} ({folder.name})"
 
     def series(self, *path: str) -> tuple[list[int], list[float]]:
