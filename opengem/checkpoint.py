@@ -7,12 +7,9 @@ marker is never loaded.
 
 from __future__ import annotations
 
-import logging
-import os
+import io
 import shutil
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
@@ -31,9 +28,9 @@ def save(folder: Path, step: int, state: dict, keep: int) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(building, ignore_errors=True)
-        with _quiet():
+        with redirect_stderr(io.StringIO()):  # "torch.distributed is not initialised": one process is a legal job
             dcp.save(state, checkpoint_id=building)
-        _write_marker(building, step)
+        (building / MARKER).write_text(f"{step}\n")
         shutil.rmtree(target, ignore_errors=True)
         building.rename(target)
     except (OSError, dcp.api.CheckpointException, RuntimeError) as error:
@@ -69,32 +66,13 @@ def load(path: Path, state: dict) -> None:
             f"{path} is no complete checkpoint (no {MARKER} file); wanted one like RUN/checkpoints/step-000001000"
         )
     try:
-        with _quiet():
+        with redirect_stderr(io.StringIO()):
             dcp.load(state, checkpoint_id=path)
     except (dcp.api.CheckpointException, KeyError, ValueError, RuntimeError, OSError) as error:
         raise UserError(
             f"checkpoint {path} cannot be loaded: {_cause(error)}; use the config and the data set it was made with; "
             "remove it if it is damaged"
         ) from error
-
-
-def _write_marker(folder: Path, step: int) -> None:
-    with open(folder / MARKER, "w") as file:
-        file.write(f"{step}\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the library's remarks: one process is a legal job, and what fails is said once, by us."""
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 def _cause(error: BaseException) -> str:

@@ -283,17 +283,11 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 def _print_splits(splits: dict[str, dict], baselines: dict[str, dict]) -> None:
     """A table of NE, AUC and calibration: the model first, then each baseline on the same rows."""
-    rows = [("model", split, task, m) for split, tasks in splits.items() for task, m in tasks.items()]
-    rows += [
-        (name, split, task, m)
-        for name, by_split in baselines.items()
-        for split, tasks in by_split.items()
-        for task, m in tasks.items()
-    ]
     print(f"{'':<14}{'split':<10}{'task':<12}{'NE':>8}{'AUC':>8}{'calibr.':>9}{'rows':>12}")
-    for name, split, task, m in rows:
-        ne, auc, calibration = (_number(m[key]) for key in ("ne", "auc", "calibration"))
-        print(f"{name:<14}{split:<10}{task:<12}{ne:>8}{auc:>8}{calibration:>9}{m['rows']:>12,}")
+    for name, by_split in ({"model": splits} | baselines).items():
+        for split, task, m in [(s, t, m) for s, tasks in by_split.items() for t, m in tasks.items()]:
+            ne, auc, calibration = (_number(m[key]) for key in ("ne", "auc", "calibration"))
+            print(f"{name:<14}{split:<10}{task:<12}{ne:>8}{auc:>8}{calibration:>9}{m['rows']:>12,}")
 
 
 def _number(value: float | None) -> str:

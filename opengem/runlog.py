@@ -14,6 +14,8 @@ from opengem import __version__
 from opengem.data.files import writable
 from opengem.errors import UserError
 
+NO_SPEED = {"samples_per_s": None, "tokens_per_s": None}
+
 
 class RunLog:
     """Writes the run folder. On resume, lines of metrics.jsonl after the checkpoint's step are dropped first."""
@@ -33,7 +35,7 @@ class RunLog:
             self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
         self._bar = _progress_bar(progress)
         self._task = self._bar.add_task("train", total=total_steps, completed=step, info="")
-        self._intervals = [(0.0, 0, 0)]  # seconds, samples, tokens of each logged interval after warm-up
+        self._intervals = []  # seconds, samples, tokens of each logged interval after warm-up
         self._mark = (time.perf_counter(), None, None)
 
     def __enter__(self) -> RunLog:
@@ -60,26 +62,17 @@ class RunLog:
         info = f"{speed}{quality}  {line['memory_bytes'] / 2**30:.2f} GiB"
         self._bar.update(self._task, completed=line["step"], info=info)
 
-    def _speed(self, samples: int, tokens: int) -> dict[str, float]:
-        now = time.perf_counter()
-        then, old_samples, old_tokens = self._mark
+    def _speed(self, samples: int, tokens: int) -> dict[str, float | None]:
+        now, (then, old_samples, old_tokens) = time.perf_counter(), self._mark
         self._mark = (now, samples, tokens)
-        if old_samples is None:  # warm-up: the first interval after a start holds compilation and cold caches
-            return {"samples_per_s": None, "tokens_per_s": None, "elapsed_s": now - then}
-        self._intervals.append((now - then, samples - old_samples, tokens - old_tokens))
-        seconds = max(now - then, 1e-9)
-        return {
-            "samples_per_s": (samples - old_samples) / seconds,
-            "tokens_per_s": (tokens - old_tokens) / seconds,
-            "elapsed_s": now - then,
-        }
+        if old_samples is not None:  # else warm-up: the first interval after a start holds compilation and cold caches
+            self._intervals.append((now - then, samples - old_samples, tokens - old_tokens))
+        return self.throughput(last=1) | {"elapsed_s": now - then}
 
-    def throughput(self) -> dict[str, float | None]:
-        """Mean samples/s and tokens/s of this process, without the warm-up interval; None for a run that short."""
-        seconds, samples, tokens = (sum(column) for column in zip(*self._intervals, strict=True))
-        if not seconds:
-            return {"samples_per_s": None, "tokens_per_s": None}
-        return {"samples_per_s": samples / seconds, "tokens_per_s": tokens / seconds}
+    def throughput(self, last: int = 0) -> dict[str, float | None]:
+        """Mean samples/s and tokens/s over the last intervals (0: all of this process) after warm-up; None without."""
+        seconds, samples, tokens = (sum(column) for column in zip((0, 0, 0), *self._intervals[-last:], strict=True))
+        return {"samples_per_s": samples / seconds, "tokens_per_s": tokens / seconds} if seconds else NO_SPEED
 
     def finish(self, summary: dict) -> None:
         """Write summary.json (whole or not at all)."""
@@ -155,7 +148,10 @@ def _flatten(line: dict, prefix: str = "") -> dict[str, float]:
 
 
 def _progress_bar(shown: bool):
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    """A bar, steps and time left; what does not fit beside them on a narrow screen goes to the next line."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Column
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[info]}"))
-    return Progress(*columns, TextColumn("left"), TimeRemainingColumn(), disable=not shown)
+    steps, whole = TextColumn("{task.completed}/{task.total}"), Column(no_wrap=True)
+    info = TextColumn("left  {task.fields[info]}", table_column=Column())
+    return Progress(BarColumn(10), steps, TimeRemainingColumn(table_column=whole), info, disable=not shown)
