@@ -152,11 +152,10 @@ def _data(arguments: list[str]) -> None:
 
 
 def _train(arguments: list[str]) -> None:
+    if arguments[:1] in (["-h"], ["--help"]):
+        arguments = ["tiny", "--help"]
     if not arguments or arguments[0].startswith("-"):
-        if arguments[:1] in (["-h"], ["--help"]):
-            arguments = ["tiny", "--help"]
-        else:
-            raise UserError(f"train needs a recipe first: {', '.join(RECIPES)} or a config.json")
+        raise UserError(f"train needs a recipe first: {', '.join(RECIPES)} or a config.json")
     options = _parse(Train, arguments[1:], f"opengem train {arguments[0]}", Train(config=load_recipe(arguments[0])))
     config = options.config
     if options.steps:

@@ -47,12 +47,9 @@ def evaluate_split(
     """
     loader = job.loader(folder, split, training=progressive)
     scored = list((score_progressively if progressive else score)(job, loader))
-    if not scored:
-        raise UserError(f"split {split!r} of {folder} has no rows; check `splits` in its schema.json")
     weights = torch.cat([batch.weights for batch, _ in scored]).numpy()
-    labels = {
-        label.name: torch.cat([batch.labels[label.name] for batch, _ in scored]).numpy() for label in job.schema.labels
-    }
+    names = [label.name for label in job.schema.labels]
+    labels = {name: torch.cat([batch.labels[name] for batch, _ in scored]).numpy() for name in names}
     results = {}
     for label in job.schema.labels:
         predictions = torch.cat([p[label.name] for _, p in scored]).numpy()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from opengem.data.store import Events
 from opengem.errors import UserError
 from opengem.loss import multi_task_loss
 from opengem.model.gem import GEM, stream_config
-from opengem.optim import clip_gradients, dense_optimizer, rate, set_rate
+from opengem.optim import clip_gradients, dense_optimizer, rate
 from opengem.sparse.collection import EmbeddingCollection
 
 
@@ -64,7 +63,8 @@ class Job:
         finite = bool(torch.isfinite(loss) & torch.isfinite(norm) & self.embeddings.finite())
         if finite:
             factor = rate(self.step, self.total_steps, self.config.optim)
-            set_rate(self.optimizer, factor * self.config.optim.lr)
+            for group in self.optimizer.param_groups:
+                group["lr"] = factor * self.config.optim.lr
             self.optimizer.step()
             self.embeddings.step(factor * self.config.sparse.lr)
             self.step += 1
@@ -120,8 +120,11 @@ class Job:
 def build(config: Config, schema: Schema) -> Job:
     """A fresh job; parameters depend on `train.seed` alone."""
     device, dtype = pick_device(config)
-    _check_names("optim.task_weights", config.optim.task_weights, [label.name for label in schema.labels])
-    _check_names("model.streams", [s.name for s in config.model.streams], ["*", *(s.name for s in schema.streams)])
+    streams, labels = (["*", *(s.name for s in schema.streams)], [label.name for label in schema.labels])
+    given = [("model.streams", s.name, streams) for s in config.model.streams]
+    for field, name, known in given + [("optim.task_weights", name, labels) for name in config.optim.task_weights]:
+        if name not in known:
+            raise UserError(f"config {field}: {name!r} is not in this data set{nearest(name, known)}")
     torch.manual_seed(config.train.seed)
     features = input_features(schema, config.data)
     embeddings = EmbeddingCollection(schema, features, config.sparse, device, config.train.seed)
@@ -130,12 +133,6 @@ def build(config: Config, schema: Schema) -> Job:
         model.compile()
     optimizer = dense_optimizer(model, config.optim, device)
     return Job(config, schema, device, dtype, embeddings, model, optimizer)
-
-
-def _check_names(field: str, given: Iterable[str], known: list[str]) -> None:
-    for name in given:
-        if name not in known:
-            raise UserError(f"config {field}: {name!r} is not in this data set{nearest(name, known)}")
 
 
 def open_run(run: Path, data: Path) -> Job:

@@ -23,7 +23,7 @@ class RunLog:
     def __init__(self, folder: Path, config_json: str, step: int, total_steps: int, progress: bool) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.folder, self.summary = folder, {}
+        self.folder = folder
         with writable(folder):
             folder.mkdir(parents=True, exist_ok=True)
             if not (folder / "config.json").is_file():
@@ -76,7 +76,6 @@ class RunLog:
 
     def finish(self, summary: dict) -> None:
         """Write summary.json (whole or not at all)."""
-        self.summary = summary
         with writable(self.folder):
             write_whole(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
 

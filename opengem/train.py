@@ -44,7 +44,8 @@ def train(config: Config, data: Path, out: Path, resume: str = "auto", with_base
     loader = job.loader(data, config.data.train_split, training=True)
     for name in config.data.eval_splits:
         job.loader(data, name, training=False)  # a split that is missing or empty is told before the pass, not after it
-    job.total_steps = _planned_steps(config, loader)
+    steps = len(loader) * config.train.epochs
+    job.total_steps = min(config.train.steps or steps, steps)
     rates = base_rates(data, schema, config.data.train_split)
     progress = Progress(Meter(schema.labels, job.device), Meter(schema.labels, job.device))
     source = _find_checkpoint(config, Path(out), resume)
@@ -74,8 +75,9 @@ def train(config: Config, data: Path, out: Path, resume: str = "auto", with_base
         summary["baselines"] = _baselines(config, data, schema) if with_baselines else {}
         summary |= {"parameters": job.model.num_parameters(), "table_bytes": job.embeddings.num_bytes()}
         summary["lengths"] = progress.lengths
-        log.finish(summary | log.throughput() | {"environment": environment(job.device)})
-    return log.summary
+        summary |= log.throughput() | {"environment": environment(job.device)}
+        log.finish(summary)
+    return summary
 
 
 @dataclass
@@ -164,13 +166,6 @@ def describe(job: Job) -> None:
         f"{job.embeddings.num_bytes() / 2**20:,.1f} MiB of tables, {flops / 1e9:.4f} GFLOP forward for a sample with "
         f"full histories, {job.total_steps:,} steps of {job.config.data.batch_size} samples on {job.device}"
     )
-
-
-def _planned_steps(config: Config, loader: Loader) -> int:
-    steps = len(loader) * config.train.epochs
-    if steps == 0:
-        raise UserError(f"split {config.data.train_split!r} has no rows to train on; check `splits` in schema.json")
-    return min(config.train.steps, steps) if config.train.steps else steps
 
 
 def _find_checkpoint(config: Config, out: Path, resume: str) -> Path | None:

@@ -74,10 +74,6 @@ class _Run:
         points = [(line["samples"], y) for line, y in zip(self.lines, values, strict=True) if y is not None]
         return [x for x, _ in points], [y for _, y in points]
 
-    @property
-    def tasks(self) -> list[str]:
-        return list(self.lines[-1]["tasks"]) if self.lines else []
-
 
 def _headline(run: _Run) -> str:
     s = run.summary
@@ -97,12 +93,10 @@ def _quality(runs: list[_Run]) -> str:
     """Model and baselines on the same rows."""
     rows = []
     for run in runs:
-        models = {run.name: run.summary.get("splits", {})}
-        for name, splits in run.summary.get("baselines", {}).items():
-            models[name if len(runs) == 1 else f"{name} ({run.folder.name})"] = splits
-        for name, splits in models.items():
-            for split, tasks in splits.items():
-                rows += [(name, split, task, m) for task, m in tasks.items()]
+        suffix = f" ({run.folder.name})" if len(runs) > 1 else ""
+        models = {name + suffix: splits for name, splits in run.summary.get("baselines", {}).items()}
+        for name, splits in ({run.name: run.summary.get("splits", {})} | models).items():
+            rows += [(name, split, task, m) for split, tasks in splits.items() for task, m in tasks.items()]
     if not rows:
         return ""
     keys = ("ne", "auc", "logloss", "calibration")
@@ -122,7 +116,7 @@ def _quality(runs: list[_Run]) -> str:
 
 def _plots(runs: list[_Run]) -> list[str]:
     figures = []
-    tasks = dict.fromkeys(task for run in runs for task in run.tasks)
+    tasks = dict.fromkeys(task for run in runs for line in run.lines[-1:] for task in line["tasks"])
     for task in tasks:
         curves = [(run.name, *run.series("tasks", task, "ne")) for run in runs]
         figures.append(_lines(f"Progressive NE, {task}", "NE since the last line", curves))
@@ -153,17 +147,17 @@ def _lines(title: str, label: str, curves: list[tuple[str, list[int], list[float
 
 def _calibration(runs: list[_Run], task: str) -> str:
     figure, axes = _axes()
-    drawn, top = False, 0.0
+    top = 0.0
     for colour, run in zip(cycle(COLOURS), runs, strict=False):
         for tasks in run.summary.get("splits", {}).values():
             points = tasks.get(task, {}).get("calibration_curve", [])
             x, y = [p["predicted"] for p in points], [p["observed"] for p in points]
             axes.plot(x, y, "o-", color=colour, markersize=3, linewidth=1, label=run.name)
-            drawn, top = drawn or bool(points), max([top, *x, *y])
+            top = max([top, *x, *y])
     axes.plot([0, top], [0, top], color="#9aa1a9", linewidth=0.8, linestyle="--")
     axes.set_xlabel("mean prediction")
     axes.set_ylabel("mean label")
-    return _svg(figure, f"Calibration, {task}") if drawn else ""
+    return _svg(figure, f"Calibration, {task}") if top else ""
 
 
 def _lengths(name: str, counts: list[int]) -> str:
