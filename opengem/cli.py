@@ -282,11 +282,11 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 def _print_splits(splits: dict[str, dict], baselines: dict[str, dict]) -> None:
     """A table of NE, AUC and calibration: the model first, then each baseline on the same rows."""
-    print(f"{'':<14}{'split':<10}{'task':<12}{'NE':>8}{'AUC':>8}{'calibr.':>9}{'rows':>12}")
+    print(f"{'':<18}{'split':<10}{'task':<12}{'NE':>8}{'AUC':>8}{'calibr.':>9}{'rows':>12}")
     for name, by_split in ({"model": splits} | baselines).items():
         for split, task, m in [(s, t, m) for s, tasks in by_split.items() for t, m in tasks.items()]:
             ne, auc, calibration = (_number(m[key]) for key in ("ne", "auc", "calibration"))
-            print(f"{name:<14}{split:<10}{task:<12}{ne:>8}{auc:>8}{calibration:>9}{m['rows']:>12,}")
+            print(f"{name:<18}{split:<10}{task:<12}{ne:>8}{auc:>8}{calibration:>9}{m['rows']:>12,}")
 
 
 def _number(value: float | None) -> str:

@@ -46,13 +46,16 @@ def evaluate_split(
     A conditional label is scored on the rows where its condition is 1, with its conditional probability.
     """
     loader = job.loader(folder, split, training=progressive)
-    scored = list((score_progressively if progressive else score)(job, loader))
-    weights = torch.cat([batch.weights for batch, _ in scored]).numpy()
+    scored = (score_progressively if progressive else score)(job, loader)
+    kept = [
+        (batch.weights, batch.labels, chances) for batch, chances in scored
+    ]  # without the histories, which are large
+    weights = torch.cat([weights for weights, _, _ in kept]).numpy()
     names = [label.name for label in job.schema.labels]
-    labels = {name: torch.cat([batch.labels[name] for batch, _ in scored]).numpy() for name in names}
+    labels = {name: torch.cat([labels[name] for _, labels, _ in kept]).numpy() for name in names}
     results = {}
     for label in job.schema.labels:
-        predictions = torch.cat([p[label.name] for _, p in scored]).numpy()
+        predictions = torch.cat([chances[label.name] for _, _, chances in kept]).numpy()
         counted = counts(label, labels)
         scored_rows = (predictions[counted], labels[label.name][counted], weights[counted])
         results[label.name] = summarize(*scored_rows, rates[label.name])

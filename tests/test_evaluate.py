@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -26,6 +28,25 @@ def job(data):
 def test_all_scores_every_sample_in_order(data, job, tmp_path):
     assert predict(job, data, "all", tmp_path / "p.parquet") == 600
     assert np.array_equal(pq.read_table(tmp_path / "p.parquet")["row"], np.arange(600))
+
+
+def test_scoring_keeps_no_histories(data, job, monkeypatch):
+    """All batches of the split were kept until its end, histories and all."""
+    from opengem import evaluate
+
+    alive, score = [], evaluate.score
+
+    def watched(*arguments):
+        for batch, chances in score(*arguments):
+            alive.append(weakref.ref(batch.sequences["view.item"]))
+            yield batch, chances
+            del batch
+            assert sum(ref() is not None for ref in alive) <= 4  # with those that are prefetched
+
+    monkeypatch.setattr(evaluate, "score", watched)
+    result = evaluate.evaluate_split(job, data, "train", {"click": 0.5, "convert": 0.5})
+    assert len(alive) == 9
+    assert result["click"]["rows"] == 540
 
 
 def test_what_is_no_file_is_not_replaced(data, job, tmp_path):
