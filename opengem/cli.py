@@ -179,7 +179,7 @@ def load_recipe(name: str) -> Config:
     if name.endswith(".json"):
         if not Path(name).is_file():
             raise UserError(f"recipe file {name} does not exist; print one with `opengem train tiny --print-config`")
-        return from_json(Path(name).read_text(), name)
+        return from_json(Path(name).read_text(errors="replace"), name)
     return importlib.import_module(f"recipes.{_choose(name, {r: r for r in RECIPES}, 'recipe')}").recipe()
 
 

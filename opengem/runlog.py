@@ -14,7 +14,7 @@ from opengem import __version__
 from opengem.data.files import writable
 from opengem.errors import UserError
 
-NO_SPEED = {"samples_per_s": None, "tokens_per_s": None}
+SPEEDS = ("samples_per_s", "tokens_per_s")
 
 
 class RunLog:
@@ -35,7 +35,6 @@ class RunLog:
             self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
         self._bar = _progress_bar(progress)
         self._task = self._bar.add_task("train", total=total_steps, completed=step, info="")
-        self._intervals = []  # seconds, samples, tokens of each logged interval after warm-up
         self._mark = (time.perf_counter(), None, None)
 
     def __enter__(self) -> RunLog:
@@ -64,15 +63,17 @@ class RunLog:
 
     def _speed(self, samples: int, tokens: int) -> dict[str, float | None]:
         now, (then, old_samples, old_tokens) = time.perf_counter(), self._mark
-        self._mark = (now, samples, tokens)
-        if old_samples is not None:  # else warm-up: the first interval after a start holds compilation and cold caches
-            self._intervals.append((now - then, samples - old_samples, tokens - old_tokens))
-        return self.throughput(last=1) | {"elapsed_s": now - then}
+        self._mark, seconds = (now, samples, tokens), now - then
+        if old_samples is None:  # warm-up: the first interval after a start holds compilation and cold caches
+            return dict.fromkeys(SPEEDS) | {"elapsed_s": seconds}
+        speeds = ((samples - old_samples) / seconds, (tokens - old_tokens) / seconds)
+        return dict(zip(SPEEDS, speeds, strict=True)) | {"elapsed_s": seconds}
 
-    def throughput(self, last: int = 0) -> dict[str, float | None]:
-        """Mean samples/s and tokens/s over the last intervals (0: all of this process) after warm-up; None without."""
-        seconds, samples, tokens = (sum(column) for column in zip((0, 0, 0), *self._intervals[-last:], strict=True))
-        return {"samples_per_s": samples / seconds, "tokens_per_s": tokens / seconds} if seconds else NO_SPEED
+    def throughput(self) -> dict[str, float | None]:
+        """Mean samples/s and tokens/s of the run without warm-up intervals; None for a run that short."""
+        timed = [line for line in read_metrics(self.folder) if line["samples_per_s"] is not None]
+        seconds = sum(line["elapsed_s"] for line in timed)
+        return {k: sum(line[k] * line["elapsed_s"] for line in timed) / seconds if timed else None for k in SPEEDS}
 
     def finish(self, summary: dict) -> None:
         """Write summary.json (whole or not at all)."""

@@ -80,6 +80,13 @@ def test_every_flag_is_in_the_help(capsys):
         assert flag in out
 
 
+def test_a_recipe_file_that_is_no_text_is_one_line(capsys, tmp_path):
+    (tmp_path / "mine.json").write_bytes(b"\xff\xfe{")
+    status, _, err = _run(capsys, "train", str(tmp_path / "mine.json"), "--print-config")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "not valid JSON" in err
+
+
 def test_the_printed_config_is_a_recipe(capsys, tmp_path):
     _, out, _ = _run(capsys, "train", "tiny", "--print-config", "--model.dim", "32", "--train.seed", "5")
     config = from_json(out)

@@ -101,6 +101,17 @@ def test_the_progress_line_shows_everything_on_any_screen(tmp_path, width):
     assert "…" not in shown
 
 
+def test_throughput_is_that_of_the_run_also_when_it_is_started_again(tmp_path):
+    """A finished run that was started once more lost the speed in its summary."""
+    with _open(tmp_path) as log:
+        for step in (1, 2, 3):
+            log.write(_line(step))
+        speed = log.throughput()
+    with _open(tmp_path, 3) as log:
+        assert log.throughput() == speed
+    assert speed["tokens_per_s"] == pytest.approx(9 * speed["samples_per_s"])
+
+
 def test_speed_leaves_the_warm_up_out(tmp_path, monkeypatch):
     clock = iter([0.0, 50.0, 51.0, 53.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
@@ -109,6 +120,6 @@ def test_speed_leaves_the_warm_up_out(tmp_path, monkeypatch):
         assert log.throughput() == {"samples_per_s": None, "tokens_per_s": None}
         for step in (1, 2, 4):
             log.write(_line(step))
-        assert log.throughput() == {"samples_per_s": 100.0, "tokens_per_s": 900.0}
+        assert log.throughput() == pytest.approx({"samples_per_s": 100.0, "tokens_per_s": 900.0})
     assert [line["samples_per_s"] for line in read_metrics(tmp_path)] == [None, 100.0, 100.0]
     assert [line["elapsed_s"] for line in read_metrics(tmp_path)] == [50.0, 1.0, 2.0]
