@@ -25,7 +25,7 @@ from opengem.kernels.jfa import cost as jfa_cost
 from opengem.kernels.jfa.op import jagged_flash_attention
 from opengem.kernels.norm.op import layer_norm, rms_norm
 from opengem.kernels.rope.op import apply_rope, rope_tables
-from opengem.model.interaction import TokenMix, mix_tokens
+from opengem.model.interaction import TokenMix, every, mix_tokens
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: StreamConfig) -> None:
         super().__init__()
-        self.kind, self.window, self.heads, self.dim = config.attention, config.window, config.heads, config.dim
+        self.kind, self.block, self.heads, self.dim = config.attention, config.window, config.heads, config.dim
+        self.window = (config.window, config.window) if self.kind == "window" else None
         self.qkv = nn.Linear(config.dim, 3 * config.dim)
         self.out = nn.Linear(config.dim, config.dim)
 
@@ -81,19 +82,17 @@ class SelfAttention(nn.Module):
             q, k = rotate(both, x, angles).chunk(2, 1)
         if self.kind == "block":
             rope = (angles.cos, angles.sin) if fused else None
-            out = block_attention(q, k, v, x.offsets, max_length=x.max_length, block=self.window, rope=rope)
+            out = block_attention(q, k, v, x.offsets, max_length=x.max_length, block=self.block, rope=rope)
         else:
-            window = (self.window, self.window) if self.kind == "window" else None
-            out = jagged_flash_attention(q, k, v, x.offsets, max_q=x.max_length, window=window)
+            out = jagged_flash_attention(q, k, v, x.offsets, max_q=x.max_length, window=self.window)
         return x.with_values(self.out(out.flatten(1)))
 
     def flops(self, lengths: list[int]) -> int:
         width = self.heads, self.dim // self.heads
         projections = 8 * sum(lengths) * self.dim * self.dim
         if self.kind == "block":
-            return projections + block_cost.flops(lengths, *width, block=self.window)
-        window = (self.window, self.window) if self.kind == "window" else None
-        return projections + jfa_cost.flops(lengths, lengths, *width, window=window)
+            return projections + block_cost.flops(lengths, *width, block=self.block)
+        return projections + jfa_cost.flops(lengths, lengths, *width, window=self.window)
 
 
 class ContextAttention(nn.Module):
@@ -116,7 +115,7 @@ class ContextAttention(nn.Module):
         """summary: `[B, num_summary, model dim]`."""
         q = self.query(x.values).unflatten(1, (self.heads, -1))
         k, v = self.context(summary)
-        offsets = torch.arange(x.batch_size + 1, device=x.device) * self.num_kv
+        offsets = every(self.num_kv, x.batch_size, x.device)
         scale = (self.dim // self.heads) ** -0.5
         out = gdpa(q, k, v, x.offsets, offsets, max_q=x.max_length, max_kv=self.num_kv, activation=self.activation,
                    scale=scale)
@@ -195,7 +194,7 @@ class SeedPooling(nn.Module):
 
     def attend(self, op, q: Tensor, k: Tensor, v: Tensor, x: Jagged, **options) -> Tensor:
         samples, count, _ = q.shape
-        offsets = torch.arange(samples + 1, device=q.device) * count
+        offsets = every(count, samples, q.device)
         flat = q.reshape(samples * count, self.heads, self.dim // self.heads)
         out = op(flat, k, v, offsets, x.offsets, max_q=count, max_kv=x.max_length, **options)
         return out.reshape(samples, count, self.dim)

@@ -69,7 +69,7 @@ class HistorySummary(nn.Module):
 
 def newest(events: Jagged, count: int) -> Tensor:
     """`[B, count, d]`: the last `count` events, newest first; zeros where the history is shorter."""
-    row = events.offsets[1:, None] - 1 - torch.arange(count, device=events.device)
+    row = events.offsets[1:, None] - torch.arange(1, count + 1, device=events.device)
     exists = row >= events.offsets[:-1, None]
     if events.values.shape[0] == 0:
         return events.values.new_zeros(*row.shape, events.values.shape[1])

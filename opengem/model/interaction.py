@@ -33,6 +33,11 @@ def mix_tokens(weight: Tensor, x: Tensor) -> Tensor:
     return torch.bmm(weight.expand(x.shape[0], -1, -1), x)
 
 
+def every(count: int, samples: int, device: torch.device) -> Tensor:
+    """Offsets of samples that all have `count` >= 1 rows."""
+    return torch.arange(0, count * samples + 1, count, device=device)
+
+
 class Gate(nn.Module):
     """`x * sigmoid(W x)`: lets a layer silence what it does not need (InterFormer, arXiv 2411.09852)."""
 
@@ -152,8 +157,8 @@ class CrossLayerAttention(nn.Module):
         (samples, n, dim), m = x.shape, earlier.shape[1]
         q = self.query(x).reshape(samples * n, self.heads, dim // self.heads)
         k, v = self.key_value(earlier).reshape(samples * m, 2, self.heads, dim // self.heads).unbind(1)
-        row = torch.arange(samples + 1, device=x.device)
-        out = jagged_flash_attention(q, k, v, row * n, row * m, max_q=n, max_kv=m)
+        rows = (every(count, samples, x.device) for count in (n, m))
+        out = jagged_flash_attention(q, k, v, *rows, max_q=n, max_kv=m)
         return torch.addcmul(x, self.gate.to(x.dtype), self.out(out.reshape(samples, n, dim)).to(x.dtype))
 
     def flops(self, rows: int, n: int, m: int) -> int:

@@ -106,8 +106,10 @@ class EventTokenizer(nn.Module):
         self.stream = stream
         self.pairs = matches(stream, features) if config.match else []
         self.ids, self.bits = attribute_kinds(stream, "id"), attribute_kinds(stream, "bits")
-        paired = [self.ids.index(a) for a, _ in self.pairs]
-        self.register_buffer("paired", torch.tensor(paired, dtype=torch.int64), persistent=False)
+        paired = torch.tensor([self.ids.index(a) for a, _ in self.pairs], dtype=torch.int64)
+        decay = torch.tensor([0.0, *(-1 / (days * DAY) for days in DECAYS_DAYS)])  # plain, then by half-life
+        self.register_buffer("paired", paired, persistent=False)
+        self.register_buffer("decay", decay, persistent=False)
         self.dense = attribute_kinds(stream, "dense")
         numbers = (len(self.dense) + 2) * hats(torch.zeros(()), self.STEP).shape[0]
         width = len(self.ids) * embedding_dim + numbers + sum(a.rows for a in self.bits) + 2 * len(self.pairs)
@@ -151,12 +153,10 @@ class EventTokenizer(nn.Module):
     @torch.no_grad()
     def counts(self, view: EventView) -> Tensor:
         """float32 `[B, num_counts]`: log(1 + events), then log(1 + matches) of each pair, plain and decayed."""
-        days = view.gap / DAY
-        weights = torch.stack([torch.ones_like(days), *[torch.exp2(-days / half) for half in DECAYS_DAYS]], 1)
+        weights = torch.exp2(view.gap[:, None] * self.decay)
         terms = (view.match[:, :, None] * weights[:, None, :]).flatten(1)  # [T, pairs * decays]
-        terms = F.pad(terms, (1, 0), value=1.0)  # the plain number of events
-        sums = torch.zeros(view.history.batch_size, terms.shape[1], dtype=torch.int64, device=terms.device)
-        sums.index_add_(0, view.row, (terms * _FIXED_POINT).round().long())
+        fixed = F.pad(terms * _FIXED_POINT, (1, 0), value=_FIXED_POINT).round().long()  # in front every event counts
+        sums = fixed.new_zeros(view.history.batch_size, self.num_counts).index_add_(0, view.row, fixed)
         return torch.log1p(sums.double() / _FIXED_POINT).float()
 
     @property

@@ -91,11 +91,8 @@ class IdReader:
         counts = [0 if x is None else _values(x).shape[0] for x in inputs]
         ids = torch.cat([_values(x) for x in inputs if x is not None] or [self.rows.new_empty(0)])
         pinned = torch.tensor(counts, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        slot = torch.repeat_interleave(
-            torch.arange(len(counts), device=self.device),
-            pinned.to(self.device, non_blocking=True),
-            output_size=sum(counts),
-        )
+        number, repeats = torch.arange(len(counts), device=self.device), pinned.to(self.device, non_blocking=True)
+        slot = torch.repeat_interleave(number, repeats, output_size=sum(counts))
         if ids.shape[0]:
             wrong = (ids < 0) | (ids >= self.limits[slot])
             self._note(wrong, slot, ids)
@@ -212,16 +209,8 @@ class EmbeddingCollection:
     alike, with however many samples each of them has.
     """
 
-    def __init__(
-        self,
-        schema: Schema,
-        features: list[Feature],
-        config: SparseConfig,
-        device: torch.device | str,
-        seed: int,
-        router: LocalRouter | None = None,
-        storage: Tables | None = None,
-    ) -> None:
+    def __init__(self, schema: Schema, features: list[Feature], config: SparseConfig, device: torch.device | str,
+                 seed: int, router: LocalRouter | None = None, storage: Tables | None = None) -> None:
         self.slots = slots_of(schema, features, config.max_rows)
         self.dim, self.config = config.dim, config
         self.reader = IdReader(self.slots, device)
@@ -236,10 +225,7 @@ class EmbeddingCollection:
         self.reinitialise(seed)
 
     def __call__(self, batch: Batch) -> Embedded:
-        """Look every id up, in autocast's dtype where it is on.
-
-        With gradients enabled the values are leaves, remembered until `step` or `discard`.
-        """
+        """Look every id up, in autocast's dtype. With gradients on, the values are leaves, kept until `step`."""
         return self.lookup(self.distribute(batch))
 
     def distribute(self, batch: Batch) -> Distributed:

@@ -44,16 +44,8 @@ class Tables:
     pieces: what the rows are. R = 0 is ordinary.
     """
 
-    def __init__(
-        self,
-        pieces: list[Piece],
-        rows: int,
-        dim: int,
-        device: torch.device | str,
-        *,
-        eps: float,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
+    def __init__(self, pieces: list[Piece], rows: int, dim: int, device: torch.device | str, *, eps: float,
+                 dtype: torch.dtype = torch.float32) -> None:
         self.pieces, self.dim, self.eps, self.updates = list(pieces), dim, eps, 0
         self.weight = torch.zeros(rows, dim, dtype=dtype, device=device)
         self.moment = torch.zeros(rows, dtype=torch.float32, device=device)
@@ -79,10 +71,8 @@ class Tables:
         weight -= lr * grad / (sqrt(moment) + eps). Rows not named stay as they are. N = 0 is a no-op.
         """
         self.updates += 1
-        state, order = {"moment": self.moment}, op.sort_rows(self.weight, rows)
-        op.update(
-            self.weight, state, order, grads, self.optimiser, lr=lr, step=self.updates, rounding=self.rounding
-        )
+        state, order, options = {"moment": self.moment}, op.sort_rows(self.weight, rows), {"rounding": self.rounding}
+        op.update(self.weight, state, order, grads, self.optimiser, lr=lr, step=self.updates, **options)
 
     def num_bytes(self) -> int:
         """Persistent bytes of rows and state."""
