@@ -21,13 +21,13 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 # (direction, head dim, rope) -> launch options; one choice each, so that bits never depend on tuning
 CONFIGS = {
-    ("forward", 64, False): {"num_warps": 4},
-    ("forward", 128, False): {"num_warps": 4, "maxnreg": 168},
-    ("forward", 64, True): {"num_warps": 4},
-    ("forward", 128, True): {"num_warps": 4, "maxnreg": 168},
-    ("backward", 64, False): {"num_warps": 4},
+    ("forward", 64, False): {"num_warps": 4, "maxnreg": 128},
+    ("forward", 128, False): {"num_warps": 4, "maxnreg": 128},
+    ("forward", 64, True): {"num_warps": 4, "maxnreg": 128},
+    ("forward", 128, True): {"num_warps": 4, "maxnreg": 128},
+    ("backward", 64, False): {"num_warps": 4, "maxnreg": 128},
     ("backward", 128, False): {"num_warps": 4, "maxnreg": 168},
-    ("backward", 64, True): {"num_warps": 4},
+    ("backward", 64, True): {"num_warps": 4, "maxnreg": 128},
     ("backward", 128, True): {"num_warps": 4, "maxnreg": 168},
 }
 DEAD = tl.constexpr(-1e30)  # score of a key outside the sample; finite, so that a tile without keys gives no NaN

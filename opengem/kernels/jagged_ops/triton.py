@@ -138,11 +138,11 @@ def _sum_uses(grad, order, starts, out, rows, width, ROWS: tl.constexpr, COLUMNS
     first = tl.load(starts + row, mask=row < rows, other=0).to(tl.int64)
     count = tl.load(starts + row + 1, mask=row < rows, other=0).to(tl.int64) - first
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for use in tl.range(0, tl.max(count, 0), num_stages=3):
-        source = tl.load(order + first + use, mask=use < count, other=0)
-        mask = (use < count)[:, None] & (column < width)[None, :]
-        total += tl.load(grad + source[:, None] * width + column[None, :], mask=mask, other=0.0).to(tl.float32)
     mask = (row < rows)[:, None] & (column < width)[None, :]
+    for use in range(0, tl.max(count, 0)):
+        source = tl.load(order + first + use, mask=use < count, other=-1)
+        live = mask & (source >= 0)[:, None]
+        total += tl.load(grad + source[:, None] * width + column[None, :], mask=live, other=0.0).to(tl.float32)
     tl.store(out + row[:, None] * width + column[None, :], total.to(out.dtype.element_ty), mask=mask)
 
 

@@ -18,10 +18,10 @@ from opengem.kernels.mx.triton import quantize_tile
 
 TILE = 8192  # elements of a tile of the forward, with eight warps
 BACKWARD_TILE = 2048  # the same for the backward, which holds more of them
-BACKWARD_PROGRAMS = 4  # of eight warps an SM
-BACKWARD_STAGES = 3  # tiles under way: the sums over a row would otherwise leave the memory idle
+BACKWARD_PROGRAMS = 2  # of eight warps an SM
+BACKWARD_STAGES = 4  # tiles under way: the sums over a row would otherwise leave the memory idle
 QUANTIZED_CHUNKS = 4  # of columns, one at a time; wide rows want few CTAs an SM, so that the L2 still has them
-QUANTIZED_STAGES = 2  # chunks under way
+QUANTIZED_STAGES = 1  # chunks under way
 
 
 @triton.jit

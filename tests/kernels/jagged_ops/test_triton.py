@@ -5,6 +5,7 @@ import torch
 
 from opengem.kernels import backend
 from opengem.kernels.jagged_ops import op
+from tests.kernels.aot import compile_ahead
 from tests.kernels.grid import LENGTHS, case, offsets
 from tests.kernels.interpret import DEVICE, DTYPES, GPU, close_to, needs_kernels
 
@@ -117,3 +118,14 @@ def test_same_bits_every_run_and_no_sync():
             call(*leaf).sum().backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("columns", [64, 128])
+def test_sum_of_uses_compiles_ahead_of_time(columns):
+    """With the mask built from the loop counter Triton 3.6 and 3.7 could not compile these tiles."""
+    pytest.importorskip("triton")
+    types = dict.fromkeys(("grad", "out"), "*bf16") | dict.fromkeys(("order", "starts"), "*i64")
+    found = compile_ahead(
+        "opengem.kernels.jagged_ops.triton:_sum_uses", types | dict.fromkeys(("rows", "width"), "i32"),
+        {"ROWS": 4096 // columns, "COLUMNS": columns}, aligned=("width",), num_warps=4, num_stages=3)
+    assert found["spill_bytes"] == 0
