@@ -22,14 +22,8 @@ Scores = dict[str, float | int | None]
 
 
 def compute(
-    folder: Path | str,
-    schema: Schema,
-    *,
-    train_split: str = "train",
-    eval_splits: Sequence[str] = ("test",),
-    max_train_rows: int = 2_000_000,
-    seed: int = 0,
-) -> dict[str, dict[str, dict[str, Scores]]]:
+    folder: Path | str, schema: Schema, *, train_split: str = "train", eval_splits: Sequence[str] = ("test",),
+    max_train_rows: int = 2_000_000, seed: int = 0) -> dict[str, dict[str, dict[str, Scores]]]:
     """baseline -> split -> label -> the figures of `metrics.summarize`, each split scored on all of its rows.
 
     max_train_rows: a larger training split is sampled evenly, without replacement. A conditional label is fitted and

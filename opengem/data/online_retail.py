@@ -37,14 +37,8 @@ PRICE_BANDS = (0.4, 0.6, 0.85, 1.25, 1.65, 2.1, 2.95, 4.25, 6.95, 12.0)  # pound
 
 
 def build(
-    out: Path,
-    *,
-    file: Path,
-    test_from: str = "2011-11-01",
-    repurchase_days: int = 30,
-    seed: int = 0,
-    overwrite: bool = False,
-) -> None:
+    out: Path, *, file: Path, test_from: str = "2011-11-01", repurchase_days: int = 30, seed: int = 0,
+    overwrite: bool = False) -> None:
     """Prepare the UCI Online Retail invoices from the file you downloaded (CSV, XLSX or Parquet).
 
     The file is at https://archive.ics.uci.edu/dataset/352/online+retail (CC BY 4.0).

@@ -30,13 +30,9 @@ PROFILE = tuple(f"user_feature_{i}" for i in range(4))
 
 
 def build(
-    out: Path,
-    *,
-    campaigns: tuple[Literal["all", "men", "women"], ...] = CAMPAIGNS,
-    policies: tuple[Literal["random", "bts"], ...] = POLICIES,
-    history: Literal["profile", "none"] = "profile",
-    overwrite: bool = False,
-) -> None:
+    out: Path, *, campaigns: tuple[Literal["all", "men", "women"], ...] = CAMPAIGNS,
+    policies: tuple[Literal["random", "bts"], ...] = POLICIES, history: Literal["profile", "none"] = "profile",
+    overwrite: bool = False) -> None:
     """Prepare the Open Bandit logs of the installed package obp (no download).
 
     out: folder of the data set to make.

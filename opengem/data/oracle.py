@@ -86,11 +86,7 @@ def intercept(score: np.ndarray, rate: float, weight: np.ndarray | None = None) 
 
 
 def without(
-    term: Term,
-    logit: np.ndarray,
-    weight: float,
-    rows: np.ndarray,
-    given: tuple[np.ndarray, float] | None = None,
+    term: Term, logit: np.ndarray, weight: float, rows: np.ndarray, given: tuple[np.ndarray, float] | None = None,
 ) -> np.ndarray:
     """E[p | the other terms] for the samples `rows`, where p = sigmoid(logit) and `term` enters with `weight`.
 

@@ -178,14 +178,8 @@ class Samples:
     """
 
     def __init__(
-        self,
-        where: str,
-        files: list[File],
-        columns: list[Column],
-        splits: dict[str, tuple[int, int]],
-        events: Events | None,
-        cached_rows: int,
-    ) -> None:
+        self, where: str, files: list[File], columns: list[Column], splits: dict[str, tuple[int, int]],
+        events: Events | None, cached_rows: int) -> None:
         self._where, self._columns, self._splits, self._events = where, columns, splits, events
         self._groups = [(file, g) for file in files for g in range(file.num_groups) if file.group_rows(g)]
         self._starts = running_sum(np.array([file.group_rows(g) for file, g in self._groups], np.int64))
@@ -198,14 +192,8 @@ class Samples:
 
     @classmethod
     def open(
-        cls,
-        folder: Path | str,
-        schema: Schema,
-        *,
-        columns: Iterable[str] | None = None,
-        events: Events | None = None,
-        cached_rows: int = 4 * ROW_GROUP,
-    ) -> Samples:
+        cls, folder: Path | str, schema: Schema, *, columns: Iterable[str] | None = None,
+        events: Events | None = None, cached_rows: int = 4 * ROW_GROUP) -> Samples:
         """Check the files' columns, types and order of time; read no rows yet.
 
         columns: names to read (default: all). cached_rows: decoded rows kept for the next call.

@@ -80,24 +80,10 @@ class Head:
 
 
 def build(
-    out: Path,
-    *,
-    users: int = 10_000,
-    samples: int = 200_000,
-    lengths: str = "lognormal(64)",
-    max_length: int = 128,
-    base_rate: float = 0.05,
-    strength: float = 1.5,
-    convert_rate: float = 0.2,
-    convert_strength: float = 1.0,
-    mechanisms: tuple[str, ...] = MECHANISMS,
-    categories: int = 16,
-    items: int = 256,
-    streams: int = 1,
-    recency_s: float = 0,
-    seed: int = 0,
-    overwrite: bool = False,
-) -> None:
+    out: Path, *, users: int = 10_000, samples: int = 200_000, lengths: str = "lognormal(64)", max_length: int = 128,
+    base_rate: float = 0.05, strength: float = 1.5, convert_rate: float = 0.2, convert_strength: float = 1.0,
+    mechanisms: tuple[str, ...] = MECHANISMS, categories: int = 16, items: int = 256, streams: int = 1,
+    recency_s: float = 0, seed: int = 0, overwrite: bool = False) -> None:
     """Write a synthetic data set whose best possible NE is known.
 
     Beside it go oracle.json (best NE, price of each mechanism) and oracle.parquet (the truth, for evaluation only).

@@ -38,19 +38,8 @@ class FullyShardedTables:
     """
 
     def __init__(
-        self,
-        pieces: list[Piece],
-        rows: int,
-        dim: int,
-        device: torch.device | str,
-        group: dist.ProcessGroup,
-        semantics: str,
-        reads: str,
-        chunk_bytes: int,
-        *,
-        eps: float,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
+        self, pieces: list[Piece], rows: int, dim: int, device: torch.device | str, group: dist.ProcessGroup,
+        semantics: str, reads: str, chunk_bytes: int, *, eps: float, dtype: torch.dtype = torch.float32) -> None:
         self.group, self.semantics, self.reads, self.pieces_of_shard = group, semantics, reads, list(pieces)
         ranks, limit = group.size(), max(chunk_bytes // (2 * dim * dtype.itemsize), group.size())
         self.chunks = max(-(-rows // limit), 1)

@@ -42,14 +42,8 @@ class Plan:
 
 
 def plan(
-    rows: dict[str, int],
-    world_size: int,
-    *,
-    row_bytes: int,
-    load: dict[str, float] | None = None,
-    ranks_per_node: int = 0,
-    placement: dict[str, str] | None = None,
-) -> Plan:
+    rows: dict[str, int], world_size: int, *, row_bytes: int, load: dict[str, float] | None = None,
+    ranks_per_node: int = 0, placement: dict[str, str] | None = None) -> Plan:
     """Place tables (name -> rows) on `world_size` ranks.
 
     row_bytes: bytes of a row with its optimiser state. load: table -> ids looked up a sample, measured or counted

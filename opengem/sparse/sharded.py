@@ -25,14 +25,8 @@ from opengem.sparse.table import Tables, sum_duplicates
 
 
 def shard(
-    schema: Schema,
-    features: list[Feature],
-    config: SparseConfig,
-    device: torch.device | str,
-    seed: int,
-    mesh: Mesh,
-    placement: dict[str, str] | None = None,
-) -> EmbeddingCollection:
+    schema: Schema, features: list[Feature], config: SparseConfig, device: torch.device | str, seed: int, mesh: Mesh,
+    placement: dict[str, str] | None = None) -> EmbeddingCollection:
     """The collection of `mesh.sparse`: V1 when sparse_replica is 1, else V2, or V3 with `config.fully_shard`.
 
     Collective: every rank calls it with equal arguments. placement: table -> kind, to decide by hand (`plan`).

@@ -23,15 +23,8 @@ class ReplicatedTables(Tables):
     """
 
     def __init__(
-        self,
-        pieces: list[Piece],
-        rows: int,
-        dim: int,
-        device: torch.device | str,
-        group: dist.ProcessGroup,
-        semantics: str,
-        **options,
-    ) -> None:
+        self, pieces: list[Piece], rows: int, dim: int, device: torch.device | str, group: dist.ProcessGroup,
+        semantics: str, **options) -> None:
         super().__init__(pieces, rows, dim, device, **options)
         self.group, self.semantics = group, semantics
 

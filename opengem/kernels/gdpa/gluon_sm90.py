@@ -67,8 +67,7 @@ def _load_rows(desc, column, begin, length, row, barrier, target):
 def produce(
     q_desc, k_desc, v_desc, schedule, count, H, q_head, k_head, v_head, q_ring, k_ring, v_ring, q_full, q_empty,
     k_full, k_empty, v_full, v_empty, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr,
-    RESIDENT: gl.constexpr,
-):
+    RESIDENT: gl.constexpr):
     q_loads = 0
     kv_loads = 0
     for turn in range(0, _rounds(count * H)):
@@ -101,8 +100,7 @@ def produce(
 def consume(
     o_desc, schedule, count, H, scale, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty,
     HALF: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
-    ACT: gl.constexpr, RESIDENT: gl.constexpr,
-):
+    ACT: gl.constexpr, RESIDENT: gl.constexpr):
     dtype: gl.constexpr = q_ring.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
     kv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], dtype)
@@ -178,10 +176,9 @@ def _zero_rows(out, begin, end, WIDTH: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["batch", "list_start", "out_elements"])
 def forward(
-    q_desc, k_desc, v_desc, o_desc, out, offsets, schedule, batch, list_start, out_elements, scale, H, q_head, k_head,
-    v_head, ACT: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-    RESIDENT: gl.constexpr,
-):
+    q_desc, k_desc, v_desc, o_desc, out, offsets, schedule, batch, list_start, out_elements, scale, H, q_head,
+    k_head, v_head, ACT: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr, RESIDENT: gl.constexpr):
     """out [rows, H, D] contiguous. Grid: one block an SM; launched with 4 warps (the first consumer's)."""
     _zero_rows(out, gl.load(offsets + batch).to(gl.int64) * H * D, out_elements, 1024)
     count = gl.load(schedule + 2) if RESIDENT else gl.load(schedule)
@@ -243,10 +240,9 @@ def produce_pairs(
 
 @gluon.jit
 def consume_pairs(
-    o1_desc, o2_desc, schedule, count, H, scale, a1_ring, a2_ring, b1_ring, b2_ring, a_full, a_empty, b1_full, b2_full,
-    b_empty, HALF: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, ACT: gl.constexpr,
-    KEYS: gl.constexpr,
-):
+    o1_desc, o2_desc, schedule, count, H, scale, a1_ring, a2_ring, b1_ring, b2_ring, a_full, a_empty, b1_full,
+    b2_full, b_empty, HALF: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, ACT: gl.constexpr,
+    KEYS: gl.constexpr):
     dtype: gl.constexpr = a1_ring.dtype
     a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
     b_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], dtype)
@@ -305,8 +301,7 @@ def consume_pairs(
 def backward(
     a1_desc, a2_desc, b1_desc, b2_desc, o1_desc, o2_desc, o1, o2, offsets, schedule, batch, list_start, out_elements,
     scale, H, a1_head, a2_head, b1_head, b2_head, ACT: gl.constexpr, D: gl.constexpr, BN: gl.constexpr,
-    STAGES: gl.constexpr, KEYS: gl.constexpr,
-):
+    STAGES: gl.constexpr, KEYS: gl.constexpr):
     """o1 (and o2 if KEYS) [rows, H, D] contiguous: dq, or dk and dv. Grid and warps as `forward`."""
     begin = gl.load(offsets + batch).to(gl.int64) * H * D
     _zero_rows(o1, begin, out_elements, 1024)

@@ -21,10 +21,9 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def gdpa(
-    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, kv_offsets: Tensor | None = None, *,
-    max_q: int, max_kv: int | None = None, activation: str = "gelu", scale: float = 1.0, shared_q: bool = False,
-    schedule: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, kv_offsets: Tensor | None = None, *, max_q: int,
+    max_kv: int | None = None, activation: str = "gelu", scale: float = 1.0, shared_q: bool = False,
+    schedule: Tensor | None = None) -> Tensor:
     """Generalised dot-product attention, `act(q kᵀ · scale) v` inside each sample of a jagged batch.
 
     q: `[Tq, H, D]`; k, v: `[Tkv, H, D]`; bf16, fp16, fp32 or fp64 of one dtype and device; any strides.

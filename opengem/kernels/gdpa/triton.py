@@ -260,11 +260,9 @@ def _zero_tail(x, spare, offsets, batch, rows, head, H, TILE: tl.constexpr, D: t
 
 @triton.jit(do_not_specialize=["batch", "q_rows"])
 def wide_fwd(
-    q, k, v, out, q_offsets, kv_offsets, schedule, batch, q_rows, scale, H,
-    q_row, q_head, k_row, k_head, v_row, v_head,
-    ACT: tl.constexpr, FAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    SEEDS: tl.constexpr,
-):
+    q, k, v, out, q_offsets, kv_offsets, schedule, batch, q_rows, scale, H, q_row, q_head, k_row, k_head, v_row,
+    v_head, ACT: tl.constexpr, FAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, SEEDS: tl.constexpr):
     """out [rows, H, D] contiguous, one query tile and head a program."""
     item, head = tl.program_id(0) // H, tl.program_id(0) % H
     count = tl.load(schedule)
@@ -291,11 +289,9 @@ def wide_fwd(
 
 @triton.jit(do_not_specialize=["batch", "q_rows"])
 def wide_dq(
-    grad, q, k, v, dq, q_offsets, kv_offsets, schedule, batch, q_rows, scale, H,
-    g_row, g_head, q_row, q_head, k_row, k_head, v_row, v_head,
-    ACT: tl.constexpr, FAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    SEEDS: tl.constexpr,
-):
+    grad, q, k, v, dq, q_offsets, kv_offsets, schedule, batch, q_rows, scale, H, g_row, g_head, q_row, q_head, k_row,
+    k_head, v_row, v_head, ACT: tl.constexpr, FAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, SEEDS: tl.constexpr):
     """dq [rows, H, D] contiguous (one copy a sample with shared queries), one query tile and head a program."""
     item, head = tl.program_id(0) // H, tl.program_id(0) % H
     count = tl.load(schedule)
@@ -324,11 +320,9 @@ def wide_dq(
 
 @triton.jit(do_not_specialize=["batch", "q_bound", "kv_rows"])
 def wide_dkdv(
-    grad, q, k, v, dk, dv, q_offsets, kv_offsets, schedule, batch, q_bound, kv_rows, scale, H,
-    g_row, g_head, q_row, q_head, k_row, k_head, v_row, v_head,
-    ACT: tl.constexpr, FAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    SEEDS: tl.constexpr,
-):
+    grad, q, k, v, dk, dv, q_offsets, kv_offsets, schedule, batch, q_bound, kv_rows, scale, H, g_row, g_head, q_row,
+    q_head, k_row, k_head, v_row, v_head, ACT: tl.constexpr, FAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, SEEDS: tl.constexpr):
     """dk, dv [rows, H, D] contiguous, one key tile (BN) and head a program; queries come BM at a time."""
     item, head = tl.program_id(0) // H, tl.program_id(0) % H
     count = tl.load(schedule + 1)
@@ -364,11 +358,9 @@ def wide_dkdv(
 
 @triton.jit(do_not_specialize=["q_bound"])
 def narrow_fwd(
-    q, k, v, out, partial, q_offsets, kv_offsets, schedule, q_bound, scale, H,
-    q_row, q_head, k_row, k_head, v_row, v_head,
-    ACT: tl.constexpr, FAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    SEEDS: tl.constexpr, CHUNK: tl.constexpr, RUNS: tl.constexpr,
-):
+    q, k, v, out, partial, q_offsets, kv_offsets, schedule, q_bound, scale, H, q_row, q_head, k_row, k_head, v_row,
+    v_head, ACT: tl.constexpr, FAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, SEEDS: tl.constexpr, CHUNK: tl.constexpr, RUNS: tl.constexpr):
     """out [rows, H, D] contiguous, one run of CHUNK keys of a sample and a head a program.
 
     RUNS: a sample may have several; each writes its share to partial [slots, H, BM, D] fp32 (added by `sum_runs`), at
@@ -402,11 +394,10 @@ def narrow_fwd(
 
 @triton.jit(do_not_specialize=["batch", "q_bound", "kv_rows"])
 def narrow_bwd(
-    grad, q, k, v, dq, dk, dv, partial, q_offsets, kv_offsets, schedule, batch, q_bound, kv_rows, scale, H,
-    g_row, g_head, q_row, q_head, k_row, k_head, v_row, v_head,
-    ACT: tl.constexpr, FAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    SEEDS: tl.constexpr, CHUNK: tl.constexpr, RUNS: tl.constexpr,
-):
+    grad, q, k, v, dq, dk, dv, partial, q_offsets, kv_offsets, schedule, batch, q_bound, kv_rows, scale, H, g_row,
+    g_head, q_row, q_head, k_row, k_head, v_row, v_head, ACT: tl.constexpr, FAST: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SEEDS: tl.constexpr, CHUNK: tl.constexpr,
+    RUNS: tl.constexpr):
     """All three gradients in one walk over a run of keys; five products, K and V read once.
 
     RUNS: a sample may have several. Then, and with shared queries, this run's share of dq goes to partial

@@ -157,9 +157,7 @@ def _softmax_step(
 def _attend(
     tile, tiles, count, o, p, row_max, row_sum, q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, position,
     step, n, scale2, left, right, MASK: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr,
-    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
-):
+    KEYS: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr):
     """`tiles` tiles downwards from `tile`. On entry `p` is of tile `count - 1`, not yet multiplied with V."""
     for back in range(tiles):
         at = count % STAGES
@@ -202,9 +200,8 @@ def _clear_rows(tile, keep, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr):
 def _consume(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, records_ptr, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty,
     v_full, v_empty, slots, items, total_q, scale2, left, right, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-    HALF: gl.constexpr,
-):
+    HAS_RIGHT: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr, HALF: gl.constexpr):
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -283,8 +280,7 @@ def _consume(
 def _forward_kernel(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, records_ptr, slots, items, total_q, scale2, left, right,
     GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr,
-    STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-):
+    STAGES: gl.constexpr, Q_STAGES: gl.constexpr):
     q_ring = gl.allocate_shared_memory(q_desc.dtype, [2 * Q_STAGES, 64, HEAD_DIM], q_desc.layout)
     k_ring = gl.allocate_shared_memory(k_desc.dtype, [STAGES, KEYS, HEAD_DIM], k_desc.layout)
     v_ring = gl.allocate_shared_memory(v_desc.dtype, [STAGES, KEYS, HEAD_DIM], v_desc.layout)

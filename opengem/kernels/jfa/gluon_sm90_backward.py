@@ -61,11 +61,10 @@ def _delta_kernel(
 
 @gluon.jit
 def _produce(
-    stay0_desc, stay1_desc, pass0_desc, pass1_desc, lse_ptr, delta_ptr, out0_ptr, out1_ptr, records_ptr, stay0, stay1,
-    pass0, pass1, stay_full, stay_empty, full, empty, slots, items, total_q, scale, before, after, GROUP: gl.constexpr,
-    KEYS_OWN: gl.constexpr, HAS_BEFORE: gl.constexpr, HAS_AFTER: gl.constexpr, HEAD_DIM: gl.constexpr,
-    STREAM: gl.constexpr, STAGES: gl.constexpr,
-):
+    stay0_desc, stay1_desc, pass0_desc, pass1_desc, lse_ptr, delta_ptr, out0_ptr, out1_ptr, records_ptr, stay0,
+    stay1, pass0, pass1, stay_full, stay_empty, full, empty, slots, items, total_q, scale, before, after,
+    GROUP: gl.constexpr, KEYS_OWN: gl.constexpr, HAS_BEFORE: gl.constexpr, HAS_AFTER: gl.constexpr,
+    HEAD_DIM: gl.constexpr, STREAM: gl.constexpr, STAGES: gl.constexpr):
     count = 0
     done = 0
     for item in tl.range(gl.program_id(0), items, gl.num_programs(0), disable_licm=True):
@@ -103,10 +102,9 @@ def _produce(
 
 @gluon.jit
 def _dq_tiles(
-    tile, tiles, count, dq, q, dout, k_ring, v_ring, full, empty, lse2, delta, position, step, n, scale2, before, after,
-    MASK: gl.constexpr, HAS_BEFORE: gl.constexpr, HAS_AFTER: gl.constexpr, HEAD_DIM: gl.constexpr,
-    STREAM: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
-):
+    tile, tiles, count, dq, q, dout, k_ring, v_ring, full, empty, lse2, delta, position, step, n, scale2, before,
+    after, MASK: gl.constexpr, HAS_BEFORE: gl.constexpr, HAS_AFTER: gl.constexpr, HEAD_DIM: gl.constexpr,
+    STREAM: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr):
     for back in range(tiles):
         at = count % STAGES
         k, v = k_ring.index(at), v_ring.index(at)
@@ -151,8 +149,7 @@ def _store(base, tile, row, rows, column, stride, HALF: gl.constexpr, HEAD_DIM: 
 def _consume_dq(
     lse_ptr, delta_ptr, out_ptr, records_ptr, stay0, stay1, pass0, pass1, stay_full, stay_empty, full, empty, slots,
     items, total_q, scale, before, after, HAS_BEFORE: gl.constexpr, HAS_AFTER: gl.constexpr, HEAD_DIM: gl.constexpr,
-    STREAM: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr,
-):
+    STREAM: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr):
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STREAM, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -203,8 +200,7 @@ def _consume_dq(
 def _dkdv_tiles(
     tile, tiles, count, dk, dv, k, v, q_ring, do_ring, full, empty, lse_ptr, delta_ptr, position, step, m, scale2,
     before, after, MASK: gl.constexpr, HAS_BEFORE: gl.constexpr, HAS_AFTER: gl.constexpr, HEAD_DIM: gl.constexpr,
-    STREAM: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
-):
+    STREAM: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr):
     for back in range(tiles):
         at = count % STAGES
         q, dout = q_ring.index(at), do_ring.index(at)
@@ -248,9 +244,8 @@ def _dkdv_tiles(
 @gluon.jit
 def _consume_dkdv(
     lse_ptr, delta_ptr, dk_ptr, dv_ptr, records_ptr, stay0, stay1, pass0, pass1, stay_full, stay_empty, full, empty,
-    slots, items, total_q, scale, before, after, GROUP: gl.constexpr, HAS_BEFORE: gl.constexpr, HAS_AFTER: gl.constexpr,
-    HEAD_DIM: gl.constexpr, STREAM: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr,
-):
+    slots, items, total_q, scale, before, after, GROUP: gl.constexpr, HAS_BEFORE: gl.constexpr,
+    HAS_AFTER: gl.constexpr, HEAD_DIM: gl.constexpr, STREAM: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr):
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STREAM, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -304,11 +299,10 @@ def _consume_dkdv(
 
 @gluon.jit
 def _consume(
-    stay0_desc, stay1_desc, pass0_desc, pass1_desc, lse_ptr, delta_ptr, out0_ptr, out1_ptr, records_ptr, stay0, stay1,
-    pass0, pass1, stay_full, stay_empty, full, empty, slots, items, total_q, scale, before, after, GROUP: gl.constexpr,
-    KEYS_OWN: gl.constexpr, HAS_BEFORE: gl.constexpr, HAS_AFTER: gl.constexpr, HEAD_DIM: gl.constexpr,
-    STREAM: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr,
-):
+    stay0_desc, stay1_desc, pass0_desc, pass1_desc, lse_ptr, delta_ptr, out0_ptr, out1_ptr, records_ptr, stay0,
+    stay1, pass0, pass1, stay_full, stay_empty, full, empty, slots, items, total_q, scale, before, after,
+    GROUP: gl.constexpr, KEYS_OWN: gl.constexpr, HAS_BEFORE: gl.constexpr, HAS_AFTER: gl.constexpr,
+    HEAD_DIM: gl.constexpr, STREAM: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr):
     if KEYS_OWN:
         _consume_dkdv(
             lse_ptr, delta_ptr, out0_ptr, out1_ptr, records_ptr, stay0, stay1, pass0, pass1, stay_full, stay_empty,
@@ -322,10 +316,9 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["slots", "items", "total_q", "before", "after"])
 def _backward_kernel(
-    stay0_desc, stay1_desc, pass0_desc, pass1_desc, lse_ptr, delta_ptr, out0_ptr, out1_ptr, records_ptr, slots, items,
-    total_q, scale, before, after, GROUP: gl.constexpr, KEYS_OWN: gl.constexpr, HAS_BEFORE: gl.constexpr,
-    HAS_AFTER: gl.constexpr, HEAD_DIM: gl.constexpr, STREAM: gl.constexpr, STAGES: gl.constexpr,
-):
+    stay0_desc, stay1_desc, pass0_desc, pass1_desc, lse_ptr, delta_ptr, out0_ptr, out1_ptr, records_ptr, slots,
+    items, total_q, scale, before, after, GROUP: gl.constexpr, KEYS_OWN: gl.constexpr, HAS_BEFORE: gl.constexpr,
+    HAS_AFTER: gl.constexpr, HEAD_DIM: gl.constexpr, STREAM: gl.constexpr, STAGES: gl.constexpr):
     stay0 = gl.allocate_shared_memory(stay0_desc.dtype, [2, 64, HEAD_DIM], stay0_desc.layout)
     stay1 = gl.allocate_shared_memory(stay0_desc.dtype, [2, 64, HEAD_DIM], stay0_desc.layout)
     pass0 = gl.allocate_shared_memory(stay0_desc.dtype, [STAGES, STREAM, HEAD_DIM], pass0_desc.layout)

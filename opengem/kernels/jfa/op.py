@@ -86,10 +86,9 @@ def _fake_forward(q, *_):
 
 
 def _run_backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    q_offsets: Tensor, kv_offsets: Tensor, bias: Tensor | None, relative: bool,
-    max_q: int, max_kv: int, scale: float, left: int, right: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, q_offsets: Tensor,
+    kv_offsets: Tensor, bias: Tensor | None, relative: bool, max_q: int, max_kv: int, scale: float, left: int,
+    right: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     kernels = _kernels(q, bias, relative, "backward")
     options = Options(scale, left, right, bias is not None and not relative, relative)
     return kernels.backward(dout, dlse, q, k, v, out, lse, q_offsets, kv_offsets, bias, max_q, max_kv, options)

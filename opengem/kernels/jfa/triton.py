@@ -186,10 +186,9 @@ def _log2_sum(lse_ptr, index, length):
 
 @triton.jit
 def _forward_tiles(
-    acc, row_max, row_sum, q, i, k_base, v_base, bias_base, k_stride, v_stride, start, end, m, n, scale2, left, right,
-    radius, MASK: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BIAS: tl.constexpr,
-):
+    acc, row_max, row_sum, q, i, k_base, v_base, bias_base, k_stride, v_stride, start, end, m, n, scale2, left,
+    right, radius, MASK: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BIAS: tl.constexpr):
     for j0 in tl.range(start, end, BLOCK):
         j = j0 + tl.arange(0, BLOCK)
         k = _rows(k_base, j, n, k_stride, MASK, HEAD_DIM, BLOCK_D)
@@ -216,12 +215,10 @@ def _forward_tiles(
 
 @triton.jit(do_not_specialize=["total_q", "batch", "steps", "left", "right", "radius", "bias_columns"])
 def _forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_offsets_ptr, kv_offsets_ptr, bias_ptr, pair_offsets_ptr,
-    q_stride, q_head, k_stride, k_head, v_stride, v_head, out_stride, bias_columns, total_q, batch, steps,
-    scale2, left, right, radius,
-    GROUP: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BIAS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_offsets_ptr, kv_offsets_ptr, bias_ptr, pair_offsets_ptr, q_stride,
+    q_head, k_stride, k_head, v_stride, v_head, out_stride, bias_columns, total_q, batch, steps, scale2, left, right,
+    radius, GROUP: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BIAS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     head = tl.program_id(1)
     sample, q_begin, m, first = _locate(q_offsets_ptr, tl.program_id(0), total_q, batch, steps, BLOCK_M)
     if first >= m:
@@ -264,8 +261,7 @@ def _forward_kernel(
 def _dq_tiles(
     dq, q, dout, lse2, delta, i, k_base, v_base, bias_base, dbias_base, k_stride, v_stride, start, end, m, n, scale2,
     left, right, radius, MASK: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BIAS: tl.constexpr,
-):
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BIAS: tl.constexpr):
     for j0 in tl.range(start, end, BLOCK):
         j = j0 + tl.arange(0, BLOCK)
         k = _rows(k_base, j, n, k_stride, MASK, HEAD_DIM, BLOCK_D)
@@ -287,11 +283,10 @@ def _dq_tiles(
 @triton.jit(do_not_specialize=["total_q", "batch", "steps", "left", "right", "radius", "bias_columns"])
 def _dq_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, dq_ptr, delta_ptr, q_offsets_ptr, kv_offsets_ptr,
-    bias_ptr, dbias_ptr, pair_offsets_ptr, q_stride, q_head, k_stride, k_head, v_stride, v_head, dout_stride, dout_head,
-    out_stride, bias_columns, total_q, batch, steps, scale, left, right, radius, HAS_DLSE: tl.constexpr,
-    GROUP: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BIAS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):
+    bias_ptr, dbias_ptr, pair_offsets_ptr, q_stride, q_head, k_stride, k_head, v_stride, v_head, dout_stride,
+    dout_head, out_stride, bias_columns, total_q, batch, steps, scale, left, right, radius, HAS_DLSE: tl.constexpr,
+    GROUP: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BIAS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     head = tl.program_id(1)
     sample, q_begin, m, first = _locate(q_offsets_ptr, tl.program_id(0), total_q, batch, steps, BLOCK_M)
     if first >= m:
@@ -336,9 +331,8 @@ def _dq_kernel(
 @triton.jit
 def _dkdv_tiles(
     dk, dv, k, v, j, q_base, dout_base, lse_base, delta_base, bias_base, q_stride, dout_stride, start, end, m, n,
-    scale2, left, right, radius, MASK: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BIAS: tl.constexpr,
-):
+    scale2, left, right, radius, MASK: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BIAS: tl.constexpr):
     # Scores are formed transposed, keys down: no register tile is ever transposed on its way into a product.
     for i0 in tl.range(start, end, BLOCK):
         i = i0 + tl.arange(0, BLOCK)
@@ -366,12 +360,11 @@ def _dkdv_tiles(
 
 @triton.jit(do_not_specialize=["total_q", "total_kv", "batch", "steps", "left", "right", "radius", "bias_columns"])
 def _dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, q_offsets_ptr, kv_offsets_ptr,
-    bias_ptr, pair_offsets_ptr, q_stride, q_head, k_stride, k_head, v_stride, v_head, dout_stride, dout_head,
-    dk_stride, bias_columns, total_q, total_kv, batch, steps, scale, left, right, radius,
-    GROUP: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BIAS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, q_offsets_ptr, kv_offsets_ptr, bias_ptr,
+    pair_offsets_ptr, q_stride, q_head, k_stride, k_head, v_stride, v_head, dout_stride, dout_head, dk_stride,
+    bias_columns, total_q, total_kv, batch, steps, scale, left, right, radius, GROUP: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BIAS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     kv_head = tl.program_id(1).to(tl.int64)
     sample, k_begin, n, first = _locate(kv_offsets_ptr, tl.program_id(0), total_kv, batch, steps, BLOCK_N)
     if first >= n:
@@ -427,12 +420,10 @@ def _score_gradient(
 
 @triton.jit(do_not_specialize=["total_q", "batch", "left", "right", "radius", "bias_columns", "distances", "lowest"])
 def _diagonals_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, sums_ptr, q_offsets_ptr, kv_offsets_ptr, bias_ptr,
-    q_stride, q_head, k_stride, k_head, v_stride, v_head, dout_stride, dout_head, bias_columns, total_q, batch,
-    distances, lowest, scale, left, right, radius,
-    GROUP: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, sums_ptr, q_offsets_ptr, kv_offsets_ptr, bias_ptr, q_stride,
+    q_head, k_stride, k_head, v_stride, v_head, dout_stride, dout_head, bias_columns, total_q, batch, distances,
+    lowest, scale, left, right, radius, GROUP: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr):
     """Sums of score gradients over equal distance: BLOCK distances of one head over every num_programs(2)-th sample."""
     first = lowest + tl.program_id(0) * BLOCK
     head = tl.program_id(1).to(tl.int64)

@@ -40,15 +40,8 @@ class Order:
 
 
 def lookup(
-    weight: Tensor,
-    ids: Tensor,
-    offsets: Tensor,
-    first_rows: Tensor,
-    *,
-    pooling: str,
-    sample_weights: Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
+    weight: Tensor, ids: Tensor, offsets: Tensor, first_rows: Tensor, *, pooling: str,
+    sample_weights: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
     """Rows of `ids`, pooled by bag ("sum", "mean") or one for each id ("none").
 
     weight: `[R, D]` float32, bfloat16 or float16, 1 <= D <= 1024. ids: int64 `[N]`. offsets: int64 `[F * B + 1]`.
@@ -61,14 +54,8 @@ def lookup(
 
 
 def sort_ids(
-    weight: Tensor,
-    ids: Tensor,
-    offsets: Tensor,
-    first_rows: Tensor,
-    *,
-    pooling: str,
-    sample_weights: Tensor | None = None,
-) -> Order:
+    weight: Tensor, ids: Tensor, offsets: Tensor, first_rows: Tensor, *, pooling: str,
+    sample_weights: Tensor | None = None) -> Order:
     """The stable order of a batch's ids by row; arguments as for `lookup`, of `weight` only shape and device matter."""
     _check(weight, ids, offsets, first_rows, pooling, sample_weights)
     kernels, pooled = _implementation(weight), pooling != "none"
@@ -99,16 +86,8 @@ def _order(kernels, rows: Tensor, bags: Tensor | None, factors: Tensor | None) -
 
 
 def update(
-    weight: Tensor,
-    state: dict[str, Tensor],
-    order: Order,
-    grads: Tensor,
-    optimiser: Optimiser,
-    *,
-    lr: float,
-    step: int,
-    rounding: noise.Rounding | None = None,
-) -> None:
+    weight: Tensor, state: dict[str, Tensor], order: Order, grads: Tensor, optimiser: Optimiser, *, lr: float,
+    step: int, rounding: noise.Rounding | None = None) -> None:
     """Sum the gradients of each row in the batch, then step it once, in place.
 
     grads: float32 or 16-bit, `[F * B, D]` or `[N, D]` as `lookup` returned. state: from `optimiser.state`. step: 1, 2,

@@ -24,14 +24,8 @@ def number_rows(ids: Tensor, offsets: Tensor, first_rows: Tensor) -> tuple[Tenso
 
 
 def lookup(
-    weight: Tensor,
-    ids: Tensor,
-    offsets: Tensor,
-    first_rows: Tensor,
-    pooling: str,
-    sample_weights: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
+    weight: Tensor, ids: Tensor, offsets: Tensor, first_rows: Tensor, pooling: str, sample_weights: Tensor | None,
+    dtype: torch.dtype) -> Tensor:
     rows, bags = number_rows(ids, offsets, first_rows)
     found = weight.index_select(0, rows)
     if pooling == "none":
@@ -61,15 +55,8 @@ def sum_segments(sorted_rows: Tensor, order: Tensor, grads: Tensor) -> tuple[Ten
 
 
 def update(
-    weight: Tensor,
-    state: dict[str, Tensor],
-    rows: Tensor,
-    grads: Tensor,
-    optimiser: Optimiser,
-    lr: float,
-    step: int,
-    rounding: noise.Rounding,
-) -> None:
+    weight: Tensor, state: dict[str, Tensor], rows: Tensor, grads: Tensor, optimiser: Optimiser, lr: float,
+    step: int, rounding: noise.Rounding) -> None:
     """Step distinct `rows` `[U]` by summed gradients `[U, D]`."""
     old = weight.index_select(0, rows).float()
     if optimiser.kind == "sgd":
