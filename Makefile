@@ -44,7 +44,6 @@ test: $(BIN)/.installed
 
 lint: $(BIN)/.installed
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
 
 clean:
 	rm -rf $(VENV) $(RUNS) build *.egg-info

@@ -7,9 +7,9 @@ marker is never loaded.
 
 from __future__ import annotations
 
-import os
+import io
 import shutil
-import warnings
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
@@ -28,10 +28,9 @@ def save(folder: Path, step: int, state: dict, keep: int) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(building, ignore_errors=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "torch.distributed is not initialised": one process is a legal job
+        with redirect_stderr(io.StringIO()):  # "torch.distributed is not initialised": one process is a legal job
             dcp.save(state, checkpoint_id=building)
-        _write_marker(building, step)
+        (building / MARKER).write_text(f"{step}\n")
         shutil.rmtree(target, ignore_errors=True)
         building.rename(target)
     except (OSError, dcp.api.CheckpointException, RuntimeError) as error:
@@ -63,27 +62,24 @@ def find(folder: Path) -> Path | None:
 def load(path: Path, state: dict) -> None:
     """Fill `state` in place from a complete checkpoint. Raises UserError if it is incomplete or does not fit."""
     if not (path / MARKER).is_file():
-        raise UserError(f"{path} is not a complete checkpoint (no {MARKER} file); choose one of its siblings")
+        raise UserError(
+            f"{path} is no complete checkpoint (no {MARKER} file); wanted one like RUN/checkpoints/step-000001000"
+        )
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with redirect_stderr(io.StringIO()):
             dcp.load(state, checkpoint_id=path)
     except (dcp.api.CheckpointException, KeyError, ValueError, RuntimeError, OSError) as error:
         raise UserError(
-            f"checkpoint {path} does not fit this model: {_cause(error)}; resume with the config it was made with"
+            f"checkpoint {path} cannot be loaded: {_cause(error)}; use the config and the data set it was made with; "
+            "remove it if it is damaged"
         ) from error
 
 
-def _write_marker(folder: Path, step: int) -> None:
-    with open(folder / MARKER, "w") as file:
-        file.write(f"{step}\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _cause(error: BaseException) -> str:
-    """One line for an error of the checkpoint library, which wraps the cause of each rank."""
+    """One sentence for an error of the checkpoint library, which wraps the cause of each rank, an interrupt as well."""
     failures = getattr(error, "failures", None)
     if failures:
         error = next(iter(failures.values()))[0]
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+    return " ".join(str(error).split()).split(". ")[0][:300].rstrip(".") or type(error).__name__

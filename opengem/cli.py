@@ -55,7 +55,7 @@ class Train:
     resume: str = "auto"
     """auto: continue a run found in --out; never: refuse it; or the path of a checkpoint"""
     steps: int = 0
-    """stop after this many steps, short for --train.steps"""
+    """stop after this many steps at the latest, short for --train.steps"""
     baselines: bool = True
     """fit the data set's baselines in the same run"""
     print_config: bool = False
@@ -113,6 +113,11 @@ class Bench:
     """JSON-lines file the rows are appended to"""
 
 
+@dataclass(frozen=True)
+class Doctor:
+    """Print versions, devices, which kernel runs where, and what is missing."""
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with the documented status."""
     try:
@@ -124,6 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"opengem: training stopped: {error}", file=sys.stderr)
         sys.exit(3)
     except KeyboardInterrupt:
+        print("opengem: interrupted", file=sys.stderr)
         sys.exit(130)
 
 
@@ -146,11 +152,10 @@ def _data(arguments: list[str]) -> None:
 
 
 def _train(arguments: list[str]) -> None:
+    if arguments[:1] in (["-h"], ["--help"]):
+        arguments = ["tiny", "--help"]
     if not arguments or arguments[0].startswith("-"):
-        if arguments[:1] in (["-h"], ["--help"]):
-            arguments = ["tiny", "--help"]
-        else:
-            raise UserError(f"train needs a recipe first: {', '.join(RECIPES)} or a config.json")
+        raise UserError(f"train needs a recipe first: {', '.join(RECIPES)} or a config.json")
     options = _parse(Train, arguments[1:], f"opengem train {arguments[0]}", Train(config=load_recipe(arguments[0])))
     config = options.config
     if options.steps:
@@ -174,7 +179,7 @@ def load_recipe(name: str) -> Config:
     if name.endswith(".json"):
         if not Path(name).is_file():
             raise UserError(f"recipe file {name} does not exist; print one with `opengem train tiny --print-config`")
-        return from_json(Path(name).read_text(), name)
+        return from_json(Path(name).read_text(errors="replace"), name)
     return importlib.import_module(f"recipes.{_choose(name, {r: r for r in RECIPES}, 'recipe')}").recipe()
 
 
@@ -214,9 +219,7 @@ def _bench(arguments: list[str]) -> None:
 
 
 def _doctor(arguments: list[str]) -> None:
-    if arguments:
-        print("usage: opengem doctor\nPrints versions, devices, which kernel runs where, and what is missing.")
-        return
+    _parse(Doctor, arguments, "opengem doctor")
     from opengem.efficiency import doctor
 
     print(doctor.text())
@@ -258,9 +261,11 @@ def _flags(target: Any, program: str, keywords: dict) -> list[str]:
 
 
 def _one_line(text: str) -> str:
-    """tyro's boxed message without the box."""
-    bare = re.sub(r"[╭╮╰╯│─┌┐└┘├┤]+", " ", text)
-    return " ".join(bare.split())[:300].removesuffix(".") or "arguments could not be read"
+    """tyro's message without its box, title, help text and rules."""
+    bare = " ".join(re.sub(r"[╭╮╰╯│─┌┐└┘├┤]+", " ", text).split())
+    parts = re.split(r" ?-{4,} ?", bare)
+    said = re.sub(r"^Error parsing \S+: (?=config )| ?For full helptext.*", "", parts[len(parts) > 1])
+    return said[:400].removesuffix(".") or "arguments could not be read"
 
 
 def _choose(name: str, known: dict[str, Any], what: str) -> Any:
@@ -270,23 +275,18 @@ def _choose(name: str, known: dict[str, Any], what: str) -> Any:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), 1, 0.5)
-    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+    known = list(known)
+    close = difflib.get_close_matches(name, known, 1, 0.5)
+    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known[:9])}{' ...' * (len(known) > 9)}"
 
 
 def _print_splits(splits: dict[str, dict], baselines: dict[str, dict]) -> None:
     """A table of NE, AUC and calibration: the model first, then each baseline on the same rows."""
-    rows = [("model", split, task, m) for split, tasks in splits.items() for task, m in tasks.items()]
-    rows += [
-        (name, split, task, m)
-        for name, by_split in baselines.items()
-        for split, tasks in by_split.items()
-        for task, m in tasks.items()
-    ]
-    print(f"{'':<14}{'split':<10}{'task':<12}{'NE':>8}{'AUC':>8}{'calibr.':>9}{'rows':>12}")
-    for name, split, task, m in rows:
-        ne, auc, calibration = (_number(m[key]) for key in ("ne", "auc", "calibration"))
-        print(f"{name:<14}{split:<10}{task:<12}{ne:>8}{auc:>8}{calibration:>9}{m['rows']:>12,}")
+    print(f"{'':<18}{'split':<10}{'task':<12}{'NE':>8}{'AUC':>8}{'calibr.':>9}{'rows':>12}")
+    for name, by_split in ({"model": splits} | baselines).items():
+        for split, task, m in [(s, t, m) for s, tasks in by_split.items() for t, m in tasks.items()]:
+            ne, auc, calibration = (_number(m[key]) for key in ("ne", "auc", "calibration"))
+            print(f"{name:<18}{split:<10}{task:<12}{ne:>8}{auc:>8}{calibration:>9}{m['rows']:>12,}")
 
 
 def _number(value: float | None) -> str:

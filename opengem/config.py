@@ -54,10 +54,8 @@ class DataConfig:
     """splits evaluated at the end"""
 
     def __post_init__(self) -> None:
-        _at_least("data.batch_size", self.batch_size, 1)
-        _at_least("data.eval_batch_size", self.eval_batch_size, 1)
-        _at_least("data.shuffle_rows", self.shuffle_rows, 0)
-        _at_least("data.prefetch", self.prefetch, 0)
+        for name, low in {"batch_size": 1, "eval_batch_size": 1, "shuffle_rows": 0, "prefetch": 0}.items():
+            _at_least(f"data.{name}", getattr(self, name), low)
 
 
 @dataclass(frozen=True)
@@ -92,12 +90,8 @@ class SparseConfig:
         _one_of("sparse.dtype", self.dtype, ("float32", "bfloat16", "float16"))
         _one_of("sparse.replicas", self.replicas, ("exact", "average"))
         _one_of("sparse.reads", self.reads, ("rows", "chunks"))
-        _at_least("sparse.chunk_mb", self.chunk_mb, 1)
-        _at_least("sparse.dim", self.dim, 1)
-        _at_least("sparse.max_rows", self.max_rows, 0)
-        _at_least("sparse.init_std", self.init_std, 0.0)
-        _at_least("sparse.lr", self.lr, 0.0)
-        _at_least("sparse.eps", self.eps, 0.0)
+        for name, low in {"chunk_mb": 1, "dim": 1, "max_rows": 0, "init_std": 0.0, "lr": 0.0, "eps": 0.0}.items():
+            _at_least(f"sparse.{name}", getattr(self, name), low)
 
 
 @dataclass(frozen=True)
@@ -120,17 +114,11 @@ class StreamConfig:
 
     def __post_init__(self) -> None:
         name = f"model.streams[{self.name}]"
-        _at_least(f"{name}.max_length", self.max_length, 1)
-        _at_least(f"{name}.layers", self.layers, 0)
-        _at_least(f"{name}.window", self.window, 1)
+        for part, low in {"max_length": 1, "layers": 0, "window": 1, "heads": 1}.items():
+            _at_least(f"{name}.{part}", getattr(self, part), low)
         _one_of(f"{name}.attention", self.attention, ATTENTION)
-        _require(
-            self.heads >= 1 and self.dim % max(self.heads, 1) == 0 and self.dim // max(self.heads, 1) % 2 == 0,
-            f"{name}.dim",
-            self.dim,
-            f"must be heads ({self.heads}) times an even head width",
-            f"for example dim {32 * max(self.heads, 1)}",
-        )
+        even, rule = self.dim % (2 * self.heads) == 0, f"must be heads ({self.heads}) times an even head width"
+        _require(even, f"{name}.dim", self.dim, rule, f"for example dim {32 * self.heads}")
 
 
 @dataclass(frozen=True)
@@ -191,37 +179,19 @@ class ModelConfig:
         _at_least("model.fm_tokens", self.fm_tokens, 0)
         _at_least("model.recent_tokens", self.recent_tokens, 0)
         _at_least("model.num_feature_tokens", self.num_feature_tokens, 2)
-        _require(
-            0 <= self.counting_seeds <= self.seeds,
-            "model.counting_seeds",
-            self.counting_seeds,
-            f"must lie between 0 and model.seeds ({self.seeds})",
-            "0 lets every seed average",
-        )
-        _require(
-            self.dim % self.heads == 0, "model.dim", self.dim, f"must be a multiple of heads ({self.heads})",
-            f"for example {32 * self.heads}",
-        )
+        rule = f"must lie between 0 and model.seeds ({self.seeds})"
+        counting = 0 <= self.counting_seeds <= self.seeds
+        _require(counting, "model.counting_seeds", self.counting_seeds, rule, "0 lets every seed average")
+        rule = f"must be a multiple of heads ({self.heads})"
+        _require(self.dim % self.heads == 0, "model.dim", self.dim, rule, f"for example {32 * self.heads}")
         _one_of("model.activation", self.activation, ACTIVATIONS)
-        _require(
-            bool(self.schedule) and set(self.schedule) <= set("GSF"),
-            "model.schedule",
-            self.schedule,
-            "must be made of the letters G, S, F",
-            "for example GS",
-        )
-        _require(
-            self.schedule[0] != "S",
-            "model.schedule",
-            self.schedule,
-            "the first layer needs fresh pooled tokens (G or F)",
-            "for example GS",
-        )
+        legal = set(self.schedule) <= set("GSF") and self.schedule[:1] in ("G", "F")
+        rule = "must be made of the letters G, S, F, the first G or F (it needs fresh pooled tokens)"
+        _require(legal, "model.schedule", self.schedule, rule, "for example GS")
         _require(self.time_scale_s > 0, "model.time_scale_s", self.time_scale_s, "must be above 0", "for example 3600")
         names = [s.name for s in self.streams]
-        _require(
-            len(set(names)) == len(names), "model.streams", names, "a name stands twice", "keep one entry a stream"
-        )
+        unique = len(set(names)) == len(names)
+        _require(unique, "model.streams", names, "a name stands twice", "keep one entry a stream")
 
 
 @dataclass(frozen=True)
@@ -246,16 +216,9 @@ class OptimConfig:
     def __post_init__(self) -> None:
         for name in ("lr", "eps", "weight_decay", "warmup_steps", "clip_norm"):
             _at_least(f"optim.{name}", getattr(self, name), 0)
-        _require(
-            0 <= self.final_lr_fraction <= 1,
-            "optim.final_lr_fraction",
-            self.final_lr_fraction,
-            "must lie in [0, 1]",
-            "1 keeps the rate constant",
-        )
-        _require(
-            all(0 <= b < 1 for b in self.betas), "optim.betas", self.betas, "must lie in [0, 1)", "for example .95 .999"
-        )
+        fraction, legal = self.final_lr_fraction, all(0 <= b < 1 for b in self.betas)
+        _require(0 <= fraction <= 1, "optim.final_lr_fraction", fraction, "must lie in [0, 1]", "1: a constant rate")
+        _require(legal, "optim.betas", self.betas, "must lie in [0, 1)", "for example .95 .999")
         for task, weight in self.task_weights.items():
             _at_least(f"optim.task_weights[{task}]", weight, 0)
 
@@ -265,7 +228,7 @@ class TrainConfig:
     """The loop: how long, how often it saves and reports, where it runs."""
 
     steps: int = 0
-    """stop after this many steps (0: one pass over the training split)"""
+    """stop after this many steps at the latest (0: when the passes over the training split are over)"""
     epochs: int = 1
     """passes over the training split; tables are re-initialised between passes, since a second pass overfits them"""
     seed: int = 0
@@ -285,6 +248,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "save_every"):
             _at_least(f"train.{name}", getattr(self, name), 0)
+        _require(0 <= self.seed < 2**63, "train.seed", self.seed, "must lie in [0, 2^63)", "for example 0")
         for name in ("epochs", "keep_checkpoints", "log_every"):
             _at_least(f"train.{name}", getattr(self, name), 1)
         _one_of("train.device", self.device, ("auto", "cpu", "cuda"))
@@ -303,13 +267,9 @@ class Config:
     train: TrainConfig = TrainConfig()
 
 
-def to_dict(config: Config) -> dict:
-    return dataclasses.asdict(config)
-
-
 def to_json(config: Config) -> str:
     """JSON that `from_json` (and `opengem train FILE.json`) turns back into the same config."""
-    return json.dumps(to_dict(config), indent=2)
+    return json.dumps(dataclasses.asdict(config), indent=2)
 
 
 def from_json(text: str, where: str = "config") -> Config:

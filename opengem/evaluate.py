@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from opengem.data.batch import Batch
+from opengem.data.files import writable
 from opengem.data.labels import counts
 from opengem.errors import NonFiniteError, UserError
 from opengem.job import Job
@@ -44,16 +46,16 @@ def evaluate_split(
     A conditional label is scored on the rows where its condition is 1, with its conditional probability.
     """
     loader = job.loader(folder, split, training=progressive)
-    scored = list((score_progressively if progressive else score)(job, loader))
-    if not scored:
-        raise UserError(f"split {split!r} of {folder} has no rows; check `splits` in its schema.json")
-    weights = torch.cat([batch.weights for batch, _ in scored]).numpy()
-    labels = {
-        label.name: torch.cat([batch.labels[label.name] for batch, _ in scored]).numpy() for label in job.schema.labels
-    }
+    scored = (score_progressively if progressive else score)(job, loader)
+    kept = [
+        (batch.weights, batch.labels, chances) for batch, chances in scored
+    ]  # without the histories, which are large
+    weights = torch.cat([weights for weights, _, _ in kept]).numpy()
+    names = [label.name for label in job.schema.labels]
+    labels = {name: torch.cat([labels[name] for _, labels, _ in kept]).numpy() for name in names}
     results = {}
     for label in job.schema.labels:
-        predictions = torch.cat([p[label.name] for _, p in scored]).numpy()
+        predictions = torch.cat([chances[label.name] for _, _, chances in kept]).numpy()
         counted = counts(label, labels)
         scored_rows = (predictions[counted], labels[label.name][counted], weights[counted])
         results[label.name] = summarize(*scored_rows, rates[label.name])
@@ -69,15 +71,23 @@ def predict(job: Job, folder: Path, split: str, out: Path) -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    if split == "all":
+        job = replace(job, schema=replace(job.schema, splits={"all": (-(2**63), 2**63 - 1)}))
     names = [label.name for label in job.schema.labels]
     fields = [pa.field("row", pa.int64()), pa.field("timestamp", pa.int64())]
     schema = pa.schema(fields + [pa.field(name, pa.float32()) for name in names])
-    out.parent.mkdir(parents=True, exist_ok=True)
-    building, rows = out.with_name(f".{out.name}.building"), 0
-    with pq.ParquetWriter(building, schema) as writer:
-        for batch, probabilities in score(job, job.loader(folder, split, training=False)):
-            columns = [batch.rows.numpy(), batch.timestamps.numpy(), *(probabilities[name].numpy() for name in names)]
-            writer.write_table(pa.table([pa.array(c) for c in columns], schema=schema))
-            rows += batch.batch_size
-    building.rename(out)
-    return rows
+    loader = job.loader(folder, split, training=False)
+    if out.exists() and not out.is_file():
+        raise UserError(f"{out} is no file that could be replaced; choose another --out")
+    building = out.with_name(f".{out.name}.building")
+    with writable(out.parent):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with pq.ParquetWriter(building, schema) as writer:
+                for batch, chances in score(job, loader):
+                    columns = [batch.rows.numpy(), batch.timestamps.numpy(), *(chances[name].numpy() for name in names)]
+                    writer.write_table(pa.table([pa.array(c) for c in columns], schema=schema))
+            building.rename(out)
+        finally:
+            building.unlink(missing_ok=True)
+    return loader.num_rows

@@ -13,13 +13,14 @@ from torch.func import functional_call
 from opengem import checkpoint
 from opengem.config import Config, from_json
 from opengem.data.batch import Batch
+from opengem.data.columns import nearest
 from opengem.data.loader import Loader, input_features
 from opengem.data.schema import Schema
 from opengem.data.store import Events
 from opengem.errors import UserError
 from opengem.loss import multi_task_loss
 from opengem.model.gem import GEM, cast_parameters, stream_config
-from opengem.optim import clip_gradients, dense_optimizer, rate, set_rate
+from opengem.optim import clip_gradients, dense_optimizer, rate
 from opengem.sparse.collection import EmbeddingCollection
 
 
@@ -56,11 +57,15 @@ class Job:
     def learn(self, loss: Tensor) -> tuple[bool, Tensor]:
         """Backward, check, step. Returns (finite, dense gradient norm); nothing is updated when not finite."""
         loss.backward()
+        for parameter in self.model.parameters():
+            if parameter.grad is None:  # so that every parameter has optimiser state, which a checkpoint needs
+                parameter.grad = torch.zeros_like(parameter)
         norm = clip_gradients(self.model, self.config.optim.clip_norm)
         finite = bool(torch.isfinite(loss) & torch.isfinite(norm) & self.embeddings.finite())
         if finite:
             factor = rate(self.step, self.total_steps, self.config.optim)
-            set_rate(self.optimizer, factor * self.config.optim.lr)
+            for group in self.optimizer.param_groups:
+                group["lr"] = factor * self.config.optim.lr
             self.optimizer.step()
             self.embeddings.step(factor * self.config.sparse.lr)
             self.step += 1
@@ -92,12 +97,19 @@ class Job:
         state["random"] = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             state["random"]["cuda"] = torch.cuda.get_rng_state(self.device)
-        return state | {"progress": {"json": progress}}
+        return state | {"progress": {"json": progress, "fits": self._fits()}}
+
+    def _fits(self) -> str:
+        """What must be alike for a checkpoint to mean the same here, beyond the shapes of its tensors."""
+        inputs = input_features(self.schema, self.config.data)
+        return repr((list(self.model.state_dict()), self.schema.streams, inputs, self.schema.labels))
 
     def restore(self, path: Path) -> str:
         """Load a complete checkpoint into this job; returns the progress text it was saved with."""
         state = self.state("")
         checkpoint.load(path, state)
+        if state["progress"]["fits"] != self._fits():
+            raise UserError(f"checkpoint {path} is of another model, or of a data set with other inputs or labels")
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.embeddings.load_state_dict(state["embeddings"])
         torch.set_rng_state(state["random"]["cpu"])
@@ -109,6 +121,11 @@ class Job:
 def build(config: Config, schema: Schema) -> Job:
     """A fresh job; parameters depend on `train.seed` alone."""
     device, dtype = pick_device(config)
+    streams, labels = (["*", *(s.name for s in schema.streams)], [label.name for label in schema.labels])
+    given = [("model.streams", s.name, streams) for s in config.model.streams]
+    for field, name, known in given + [("optim.task_weights", name, labels) for name in config.optim.task_weights]:
+        if name not in known:
+            raise UserError(f"config {field}: {name!r} is not in this data set{nearest(name, known)}")
     torch.manual_seed(config.train.seed)
     features = input_features(schema, config.data)
     embeddings = EmbeddingCollection(schema, features, config.sparse, device, config.train.seed)

@@ -28,11 +28,6 @@ def rate(step: int, total_steps: int, config: OptimConfig) -> float:
     return warm * (1.0 - (1.0 - config.final_lr_fraction) * done)
 
 
-def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-
-
 def clip_gradients(model: nn.Module, limit: float) -> Tensor:
     """The global L2 norm of the dense gradients before clipping to `limit` (0: only measured), on the device."""
     return nn.utils.clip_grad_norm_(model.parameters(), limit if limit > 0 else float("inf"))

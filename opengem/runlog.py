@@ -11,6 +11,10 @@ from pathlib import Path
 import torch
 
 from opengem import __version__
+from opengem.data.files import writable
+from opengem.errors import UserError
+
+SPEEDS = ("samples_per_s", "tokens_per_s")
 
 
 class RunLog:
@@ -19,15 +23,18 @@ class RunLog:
     def __init__(self, folder: Path, config_json: str, step: int, total_steps: int, progress: bool) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.summary = folder, {}
-        (folder / "config.json").write_text(config_json + "\n")
-        _drop_lines_after(folder / "metrics.jsonl", step)
-        self._file = open(folder / "metrics.jsonl", "a")  # noqa: SIM115 (closed in __exit__)
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step or None)
+        self.folder = folder
+        with writable(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            if not (folder / "config.json").is_file():
+                write_whole(folder / "config.json", config_json + "\n")
+            self._lock = _lock(folder / "config.json")
+            kept = [json.dumps(line) + "\n" for line in read_metrics(folder) if line["step"] <= step]
+            write_whole(folder / "metrics.jsonl", "".join(kept))
+            self._file = open(folder / "metrics.jsonl", "a")  # noqa: SIM115 (closed in __exit__)
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
         self._bar = _progress_bar(progress)
         self._task = self._bar.add_task("train", total=total_steps, completed=step, info="")
-        self._intervals = [(0.0, 0, 0)]  # seconds, samples, tokens of each logged interval after warm-up
         self._mark = (time.perf_counter(), None, None)
 
     def __enter__(self) -> RunLog:
@@ -36,16 +43,17 @@ class RunLog:
 
     def __exit__(self, *_) -> None:
         self._bar.stop()
-        self._file.close()
-        self._board.close()
+        with writable(self.folder), self._lock, self._file:
+            self._board.close()
 
     def write(self, line: dict) -> None:
         """Append one line (adding speed and memory), update TensorBoard and the progress line."""
         line |= self._speed(line["samples"], line["tokens"]) | {"memory_bytes": peak_memory_bytes()}
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
-        for name, value in _flatten(line).items():
-            self._board.add_scalar(name, value, line["step"])
+        with writable(self.folder):
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+            for name, value in _flatten(line).items():
+                self._board.add_scalar(name, value, line["step"])
         quality = "  ".join(
             f"{task} NE {m['ne']:.4f}" for task, m in line["tasks_total"].items() if m["ne"] is not None
         )
@@ -53,33 +61,24 @@ class RunLog:
         info = f"{speed}{quality}  {line['memory_bytes'] / 2**30:.2f} GiB"
         self._bar.update(self._task, completed=line["step"], info=info)
 
-    def _speed(self, samples: int, tokens: int) -> dict[str, float]:
-        now = time.perf_counter()
-        then, old_samples, old_tokens = self._mark
-        self._mark = (now, samples, tokens)
+    def _speed(self, samples: int, tokens: int) -> dict[str, float | None]:
+        now, (then, old_samples, old_tokens) = time.perf_counter(), self._mark
+        self._mark, seconds = (now, samples, tokens), now - then
         if old_samples is None:  # warm-up: the first interval after a start holds compilation and cold caches
-            return {"samples_per_s": None, "tokens_per_s": None, "elapsed_s": now - then}
-        self._intervals.append((now - then, samples - old_samples, tokens - old_tokens))
-        seconds = max(now - then, 1e-9)
-        return {
-            "samples_per_s": (samples - old_samples) / seconds,
-            "tokens_per_s": (tokens - old_tokens) / seconds,
-            "elapsed_s": now - then,
-        }
+            return dict.fromkeys(SPEEDS) | {"elapsed_s": seconds}
+        speeds = ((samples - old_samples) / seconds, (tokens - old_tokens) / seconds)
+        return dict(zip(SPEEDS, speeds, strict=True)) | {"elapsed_s": seconds}
 
     def throughput(self) -> dict[str, float | None]:
-        """Mean samples/s and tokens/s of this process, without the warm-up interval; None for a run that short."""
-        seconds, samples, tokens = (sum(column) for column in zip(*self._intervals, strict=True))
-        if not seconds:
-            return {"samples_per_s": None, "tokens_per_s": None}
-        return {"samples_per_s": samples / seconds, "tokens_per_s": tokens / seconds}
+        """Mean samples/s and tokens/s of the run without warm-up intervals; None for a run that short."""
+        timed = [line for line in read_metrics(self.folder) if line["samples_per_s"] is not None]
+        seconds = sum(line["elapsed_s"] for line in timed)
+        return {k: sum(line[k] * line["elapsed_s"] for line in timed) / seconds if timed else None for k in SPEEDS}
 
     def finish(self, summary: dict) -> None:
         """Write summary.json (whole or not at all)."""
-        self.summary = summary
-        building = self.folder / ".summary.json.building"
-        building.write_text(json.dumps(summary, indent=2) + "\n")
-        os.replace(building, self.folder / "summary.json")
+        with writable(self.folder):
+            write_whole(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
 def environment(device: torch.device) -> dict[str, str | int]:
@@ -104,14 +103,37 @@ def read_metrics(folder: Path) -> list[dict]:
     if not path.is_file():
         return []
     lines = path.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    return [parse(line, f"{path}, line {i}") for i, line in enumerate(lines, 1) if line.endswith("\n")]
 
 
-def _drop_lines_after(path: Path, step: int) -> None:
-    kept = [line for line in read_metrics(path.parent) if line["step"] <= step]
-    building = path.with_name(".metrics.jsonl.building")
-    building.write_text("".join(json.dumps(line) + "\n" for line in kept))
-    os.replace(building, path)
+def parse(text: str, where: str) -> dict:
+    """The JSON object `text`; UserError naming `where` if it is none."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: {error}, wanted JSON; restore the file or train into another --out") from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that appears under its name only when it is whole."""
+    building = path.with_name(f".{path.name}.building")
+    try:
+        building.write_text(text)
+        os.replace(building, path)
+    finally:
+        building.unlink(missing_ok=True)
+
+
+def _lock(path: Path):
+    """The open file, locked as long as this process lives; UserError where another process holds the lock."""
+    import fcntl
+
+    file = open(path, "r+")  # noqa: SIM115 (closed in __exit__)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{path.parent} is being written by another process; choose another --out") from None
+    return file
 
 
 def _flatten(line: dict, prefix: str = "") -> dict[str, float]:
@@ -126,7 +148,10 @@ def _flatten(line: dict, prefix: str = "") -> dict[str, float]:
 
 
 def _progress_bar(shown: bool):
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    """A bar, steps and time left; what does not fit beside them on a narrow screen goes to the next line."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Column
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[info]}"))
-    return Progress(*columns, TextColumn("left"), TimeRemainingColumn(), disable=not shown)
+    steps, whole = TextColumn("{task.completed}/{task.total}"), Column(no_wrap=True)
+    info = TextColumn("left  {task.fields[info]}", table_column=Column())
+    return Progress(BarColumn(10), steps, TimeRemainingColumn(table_column=whole), info, disable=not shown)

@@ -42,7 +42,10 @@ def train(config: Config, data: Path, out: Path, resume: str = "auto", with_base
     schema = Schema.load(data)
     job = build(config, schema)
     loader = job.loader(data, config.data.train_split, training=True)
-    job.total_steps = _planned_steps(config, loader)
+    for name in config.data.eval_splits:
+        job.loader(data, name, training=False)  # a split that is missing or empty is told before the pass, not after it
+    steps = len(loader) * config.train.epochs
+    job.total_steps = min(config.train.steps or steps, steps)
     rates = base_rates(data, schema, config.data.train_split)
     progress = Progress(Meter(schema.labels, job.device), Meter(schema.labels, job.device))
     source = _find_checkpoint(config, Path(out), resume)
@@ -72,8 +75,9 @@ def train(config: Config, data: Path, out: Path, resume: str = "auto", with_base
         summary["baselines"] = _baselines(config, data, schema) if with_baselines else {}
         summary |= {"parameters": job.model.num_parameters(), "table_bytes": job.embeddings.num_bytes()}
         summary["lengths"] = progress.lengths
-        log.finish(summary | log.throughput() | {"environment": environment(job.device)})
-    return log.summary
+        summary |= log.throughput() | {"environment": environment(job.device)}
+        log.finish(summary)
+    return summary
 
 
 @dataclass
@@ -150,7 +154,7 @@ def _batches(job: Job, loader: Loader, progress: Progress) -> Iterator[Batch]:
             if job.step >= job.total_steps:
                 return
         progress.epoch += 1
-        job.embeddings.reinitialise(progress.epoch)
+        job.embeddings.reinitialise(job.config.train.seed + progress.epoch)
 
 
 def describe(job: Job) -> None:
@@ -164,25 +168,14 @@ def describe(job: Job) -> None:
     )
 
 
-def _planned_steps(config: Config, loader: Loader) -> int:
-    steps = len(loader) * config.train.epochs
-    if steps == 0:
-        raise UserError(f"split {config.data.train_split!r} has no rows to train on; check `splits` in schema.json")
-    return min(config.train.steps, steps) if config.train.steps else steps
-
-
 def _find_checkpoint(config: Config, out: Path, resume: str) -> Path | None:
     """The checkpoint to start from. Refuses to mix runs of different configs in one folder."""
-    if resume not in ("auto", "never"):
-        return Path(resume)
     written = out / "config.json"
-    if not written.is_file():
-        return None
-    if resume == "never":
+    if written.is_file() and resume == "never":
         raise UserError(f"{out} already holds a run and --resume is never; choose another --out or remove the folder")
-    if from_json(written.read_text(), str(written)) != config:
+    if written.is_file() and from_json(written.read_text(), str(written)) != config:
         raise UserError(f"{out} holds a run with another config; choose another --out, or pass {written} as the recipe")
-    return checkpoint.find(out / "checkpoints")
+    return checkpoint.find(out / "checkpoints") if resume in ("auto", "never") else Path(resume)
 
 
 def _refuse_several_processes() -> None:

@@ -17,6 +17,6 @@ def recipe() -> Config:
             linear_tokens=16, fm_rank=16, expert_hidden=1024, head_hidden=256,
             streams=(StreamConfig("*", max_length=1024, dim=256, heads=4, attention="block", window=64),),
         ),
-        optim=OptimConfig(lr=1e-3, warmup_steps=200),
+        optim=OptimConfig(lr=1e-3, warmup_steps=200, final_lr_fraction=0.1),
         train=TrainConfig(),
     )  # fmt: skip

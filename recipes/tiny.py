@@ -17,6 +17,6 @@ def recipe() -> Config:
             linear_tokens=4, fm_rank=8, expert_hidden=128, head_hidden=128,
             streams=(StreamConfig("*", max_length=128, dim=32, heads=1, attention="block", window=64),),
         ),
-        optim=OptimConfig(lr=1e-3, warmup_steps=30),
+        optim=OptimConfig(lr=1e-3, warmup_steps=30, final_lr_fraction=0.1),
         train=TrainConfig(),
     )  # fmt: skip

@@ -40,7 +40,7 @@ def test_a_save_that_was_killed_is_passed_over_and_said_so(tmp_path, capsys):
     (newest / checkpoint.MARKER).unlink()  # killed after the shard file, before the marker
     assert checkpoint.find(tmp_path).name == "step-000000001"
     assert "step-000000002 is incomplete" in capsys.readouterr().out
-    with pytest.raises(UserError, match="not a complete checkpoint"):
+    with pytest.raises(UserError, match="no complete checkpoint"):
         checkpoint.load(newest, _state(0.0))
 
 
@@ -51,9 +51,34 @@ def test_no_checkpoint_is_none(tmp_path):
 def test_a_checkpoint_of_another_shape_is_a_clear_error(tmp_path):
     checkpoint.save(tmp_path, 1, _state(1.0), keep=1)
     other = {"weights": {"b": torch.zeros(2)}, "progress": {"json": ""}}
-    with pytest.raises(UserError, match="does not fit this model") as caught:
+    with pytest.raises(UserError, match="cannot be loaded: Missing key.*config and the data set") as caught:
         checkpoint.load(checkpoint.find(tmp_path), other)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("damage", [b"", b"x", None])
+def test_a_damaged_checkpoint_is_one_line_with_one_cause(tmp_path, damage, capfd):
+    saved = checkpoint.save(tmp_path, 1, _state(1.0), keep=1)
+    for file in saved.glob("*.distcp" if damage is not None else ".metadata"):
+        file.unlink() if damage is None else file.write_bytes(damage * 100)
+    with pytest.raises(UserError, match="cannot be loaded.*remove it if it is damaged") as caught:
+        checkpoint.load(saved, _state(0.0))
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr().err == ""
+
+
+def test_an_interrupt_while_saving_is_an_interrupt(tmp_path, monkeypatch):
+    """The checkpoint library wraps it in an exception of its own, which was reported as a full disk."""
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    checkpoint.save(tmp_path, 1, _state(1.0), keep=2)
+    monkeypatch.setattr(FileSystemWriter, "write_data", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(tmp_path, 2, _state(2.0), keep=2)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000000001"]
 
 
 @pytest.mark.skipif(not hasattr(resource, "RLIMIT_FSIZE"), reason="needs a file-size limit to stand for a full disk")

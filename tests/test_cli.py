@@ -41,14 +41,30 @@ def data(tmp_path_factory):
         (["report", "/no/run"], ["/no/run", "no run folder"]),
         (["data", "syntetic", "--out", "x"], ["syntetic", "synthetic"]),
         (["bench", "kernels", "--op", "nonsense"], ["bench"]),
+        (["doctor", "now"], ["'now'"]),
+        (["train", "tiny", "--train.seed", "-1"], ["train.seed = -1", "2^63"]),
+        (["train", "tiny", "--train.dtype", "fp8"], ["train.dtype = 'fp8'", "bfloat16"]),
+        (["train", "tiny", "--optim.lr", "abc"], ["--optim.lr", "'abc'"]),
+        (["train", "tiny", "extra"], ["'extra'"]),
+        (["predict", "/no/run"], ["--data", "--out"]),
     ],
 )
 def test_wrong_input_is_one_line_and_status_2(capsys, arguments, pieces):
     status, _, err = _run(capsys, *arguments)
     assert status == 2
     assert err.count("\n") == 1, err
+    assert "----" not in err
+    assert len(err) < 400, err
     for piece in pieces:
         assert piece in err, err
+
+
+def test_an_interrupt_is_one_line_and_status_130(capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "run", interrupted)
+    assert _run(capsys, "doctor") == (130, "", "opengem: interrupted\n")
 
 
 def test_help_and_version(capsys):
@@ -62,6 +78,13 @@ def test_every_flag_is_in_the_help(capsys):
     assert status == 0
     for flag in ("--data.batch-size", "--sparse.dim", "--model.schedule", "--optim.lr", "--train.seed", "--resume"):
         assert flag in out
+
+
+def test_a_recipe_file_that_is_no_text_is_one_line(capsys, tmp_path):
+    (tmp_path / "mine.json").write_bytes(b"\xff\xfe{")
+    status, _, err = _run(capsys, "train", str(tmp_path / "mine.json"), "--print-config")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "not valid JSON" in err
 
 
 def test_the_printed_config_is_a_recipe(capsys, tmp_path):

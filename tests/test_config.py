@@ -23,7 +23,7 @@ def test_json_round_trip_rebuilds_the_same_config():
     [
         (lambda: DataConfig(batch_size=0), ["data.batch_size", "0", "at least 1"]),
         (lambda: ModelConfig(schedule="GX"), ["model.schedule", "'GX'", "G, S, F"]),
-        (lambda: ModelConfig(schedule="SG"), ["model.schedule", "'SG'", "first layer"]),
+        (lambda: ModelConfig(schedule="SG"), ["model.schedule", "'SG'", "the first G or F"]),
         (lambda: ModelConfig(activation="gelo"), ["model.activation", "'gelo'", "gelu"]),
         (lambda: StreamConfig(attention="blok"), ["attention", "'blok'", "block"]),
         (lambda: StreamConfig(dim=30, heads=4), ["dim", "30", "heads (4)", "128"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -69,8 +70,12 @@ with mesh.fail_together():
 """
 
 
+ENVIRONMENT = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))  # so that a clone need not be installed
+
+
 def test_one_process_has_every_axis():
-    out = subprocess.run([sys.executable, "-c", ONE_PROCESS], capture_output=True, text=True, timeout=100, check=True)
+    command = [sys.executable, "-c", ONE_PROCESS]
+    out = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=100, check=True)
     assert out.stdout.splitlines() == ["(0, 1)", "(1, 1) (1, 1, 1) (1, 1) 1"]
 
 
@@ -78,11 +83,9 @@ def test_one_process_has_every_axis():
 @pytest.mark.parametrize("fails", [0, 1])
 def test_an_error_on_one_rank_ends_all_with_its_message(fails, tmp_path):
     """The other rank waits in a collective that the failing rank never joins; it must end within 20 s, not 10 min."""
-    import os
-
     script = tmp_path / "job.py"
     script.write_text(FAILING.replace("FAILS", str(fails)))
-    env = dict(os.environ, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(29600 + os.getpid() % 300 + fails))
+    env = dict(ENVIRONMENT, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(29600 + os.getpid() % 300 + fails))
     jobs = [
         subprocess.Popen([sys.executable, str(script)], env=dict(env, RANK=str(r)), stderr=subprocess.PIPE, text=True)
         for r in range(2)

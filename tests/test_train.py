@@ -149,6 +149,46 @@ def test_a_run_folder_is_not_mixed_with_another_config(data, whole):
         train(small.config(), data, run, resume="never", with_baselines=False)
 
 
+def test_a_checkpoint_given_by_path_does_not_mix_runs(data, whole, tmp_path):
+    run, _ = whole
+    newest = str(checkpoint.find(run / "checkpoints"))
+    with pytest.raises(UserError, match="another config"):
+        train(small.config(log_every=3), data, run, resume=newest, with_baselines=False)
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        train(small.config(), data, tmp_path / "new", resume="atuo", with_baselines=False)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_missing_evaluation_split_is_told_before_the_first_step(data, tmp_path):
+    config = replace(small.config(), data=replace(small.config().data, eval_splits=("test", "tset")))
+    with pytest.raises(UserError, match="no split 'tset'"):
+        train(config, data, tmp_path / "run", with_baselines=False)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("shuffle_rows", "prefetch"), [(0, 0), (100, 3)])
+def test_resume_across_the_end_of_a_pass(data, tmp_path, shuffle_rows, prefetch):
+    """Stopped at the last step of the first pass and at the first of the second, with a save in between."""
+    config = small.config(epochs=2, steps=20, save_every=17, log_every=1)
+    config = replace(config, data=replace(config.data, shuffle_rows=shuffle_rows, prefetch=prefetch))
+    train(config, data, tmp_path / "whole", with_baselines=False)
+    calls = []
+
+    def stop(self, loss):
+        calls.append(1)
+        if len(calls) in (17, 17 + 18):
+            raise KeyboardInterrupt
+        return LEARN(self, loss)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("opengem.job.Job.learn", stop)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                train(config, data, tmp_path / "run", with_baselines=False)
+    train(config, data, tmp_path / "run", with_baselines=False)
+    assert _values(tmp_path / "run") == _values(tmp_path / "whole")
+
+
 def test_second_pass_starts_with_new_tables(data, tmp_path):
     run = tmp_path / "run"
     config = small.config(epochs=2, save_every=0)

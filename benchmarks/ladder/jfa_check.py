@@ -41,7 +41,7 @@ def check(implementation: str, dim: int, backward: bool, blocks: int = 0) -> Non
     if blocks:
         from opengem.kernels.jfa import gluon_sm90, gluon_sm90_backward
 
-        gluon_sm90._multiprocessors = gluon_sm90_backward._multiprocessors = lambda device: blocks
+        gluon_sm90.multiprocessors = gluon_sm90_backward.multiprocessors = lambda device: blocks
     for dtype in (torch.bfloat16, torch.float16):
         for name, mask in MASKS.items():
             worst = {}
@@ -89,6 +89,7 @@ def _errors(implementation, dim, dtype, mask, q_lengths, kv_lengths, backward) -
         hidden = right.isneginf()
         if not (same and unused and torch.equal(got_rows.isneginf(), hidden)):
             errors[name] = float("inf")
+            emit(problem=name, repeatable=same, unused_rows_zero=unused, q_lengths=q_lengths, kv_lengths=kv_lengths)
             continue
         gap = (got_rows - right).masked_fill(hidden, 0).abs()
         scale = right.masked_fill(hidden, 0).abs()
@@ -235,8 +236,7 @@ WORK = {
     "time_mask_tail": lambda: timed("mask_tail"),
     "time_atomic": lambda: timed("atomic"),
     "time_owner": lambda: timed("owner"),
-    "host_triton": lambda: host_time("triton"),
-    "host_gluon": lambda: host_time("gluon"),
+    "host": lambda: [host_time(version) for version in ("triton", "gluon")],
     "check_triton_64": lambda: check("triton", 64, True),
     "check_triton_256": lambda: check("triton", 256, True),
     "check_triton_96": lambda: check("triton", 96, True),

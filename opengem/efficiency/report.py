@@ -5,10 +5,14 @@ from __future__ import annotations
 import html
 import io
 import json
+import re
+from functools import reduce
+from itertools import cycle
 from pathlib import Path
 
+from opengem.data.files import writable
 from opengem.errors import UserError
-from opengem.runlog import read_metrics
+from opengem.runlog import parse, read_metrics, write_whole
 
 COLOURS = ("#2563a8", "#c2571a", "#2e7d4f", "#8a3f8f", "#7a6a1d", "#4a4a4a")
 
@@ -45,8 +49,9 @@ def write(runs: list[Path], out: Path | None = None) -> Path:
     icon = '<link rel="icon" href="data:,">'
     head = f'<meta charset="utf-8">{viewport}{icon}<title>{html.escape(title)}</title><style>{STYLE}</style>'
     page = f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(sections)}</body></html>\n'
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page)
+    with writable(out.parent):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(out, page)
     return out
 
 
@@ -54,29 +59,20 @@ class _Run:
     """What the page needs of one run folder."""
 
     def __init__(self, folder: Path) -> None:
-        if not (folder / "config.json").is_file():
+        config, summary = folder / "config.json", folder / "summary.json"
+        if not config.is_file():
             raise UserError(f"{folder} is no run folder (no config.json); give the --out folder of `opengem train`")
         self.folder = folder
-        self.config = json.loads((folder / "config.json").read_text())
+        self.config = parse(config.read_text(), str(config))
         self.lines = read_metrics(folder)
-        summary = folder / "summary.json"
-        self.summary = json.loads(summary.read_text()) if summary.is_file() else {}
+        self.summary = parse(summary.read_text(), str(summary)) if summary.is_file() else {}
         self.name = f"{self.config['name']} ({folder.name})"
 
     def series(self, *path: str) -> tuple[list[int], list[float]]:
         """(samples, values) of one quantity along the run, undefined points left out."""
-        points = []
-        for line in self.lines:
-            value = line
-            for key in path:
-                value = value.get(key) if isinstance(value, dict) else None
-            if value is not None:
-                points.append((line["samples"], value))
+        values = [reduce(lambda at, key: (at or {}).get(key), path, line) for line in self.lines]
+        points = [(line["samples"], y) for line, y in zip(self.lines, values, strict=True) if y is not None]
         return [x for x, _ in points], [y for _, y in points]
-
-    @property
-    def tasks(self) -> list[str]:
-        return list(self.lines[-1]["tasks"]) if self.lines else []
 
 
 def _headline(run: _Run) -> str:
@@ -97,10 +93,10 @@ def _quality(runs: list[_Run]) -> str:
     """Model and baselines on the same rows."""
     rows = []
     for run in runs:
-        models = {run.name: run.summary.get("splits", {})} | run.summary.get("baselines", {})
-        for name, splits in models.items():
-            for split, tasks in splits.items():
-                rows += [(name, split, task, m) for task, m in tasks.items()]
+        suffix = f" ({run.folder.name})" if len(runs) > 1 else ""
+        models = {name + suffix: splits for name, splits in run.summary.get("baselines", {}).items()}
+        for name, splits in ({run.name: run.summary.get("splits", {})} | models).items():
+            rows += [(name, split, task, m) for split, tasks in splits.items() for task, m in tasks.items()]
     if not rows:
         return ""
     keys = ("ne", "auc", "logloss", "calibration")
@@ -120,15 +116,19 @@ def _quality(runs: list[_Run]) -> str:
 
 def _plots(runs: list[_Run]) -> list[str]:
     figures = []
-    for task in runs[0].tasks:
+    tasks = dict.fromkeys(task for run in runs for line in run.lines[-1:] for task in line["tasks"])
+    for task in tasks:
         curves = [(run.name, *run.series("tasks", task, "ne")) for run in runs]
         figures.append(_lines(f"Progressive NE, {task}", "NE since the last line", curves))
     figures.append(_lines("Loss", "training loss", [(run.name, *run.series("loss")) for run in runs]))
-    figures += [_calibration(runs, task) for task in runs[0].tasks]
+    figures += [_calibration(runs, task) for task in tasks]
     figures.append(_lines("Throughput", "samples/s", [(run.name, *run.series("samples_per_s")) for run in runs]))
     memory = [(run.name, *run.series("memory_bytes")) for run in runs]
     figures.append(_lines("Peak memory", "GiB", [(name, x, [v / 2**30 for v in y]) for name, x, y in memory]))
-    figures += [_lengths(name, counts) for name, counts in runs[0].summary.get("lengths", {}).items()]
+    for run in runs:
+        where = f" of {run.name}" if len(runs) > 1 else ""
+        lengths = run.summary.get("lengths", {}).items()
+        figures += [_lengths(name.removesuffix(".timestamp") + where, counts) for name, counts in lengths]
     return [figure for figure in figures if figure]
 
 
@@ -136,7 +136,7 @@ def _lines(title: str, label: str, curves: list[tuple[str, list[int], list[float
     if not any(y for _, _, y in curves):
         return ""
     figure, axes = _axes()
-    for colour, (name, x, y) in zip(COLOURS, curves, strict=False):
+    for colour, (name, x, y) in zip(cycle(COLOURS), curves, strict=False):
         axes.plot(x, y, color=colour, linewidth=1.4, label=name)
     axes.set_xlabel("samples")
     axes.set_ylabel(label)
@@ -147,17 +147,17 @@ def _lines(title: str, label: str, curves: list[tuple[str, list[int], list[float
 
 def _calibration(runs: list[_Run], task: str) -> str:
     figure, axes = _axes()
-    drawn, top = False, 0.0
-    for colour, run in zip(COLOURS, runs, strict=False):
+    top = 0.0
+    for colour, run in zip(cycle(COLOURS), runs, strict=False):
         for tasks in run.summary.get("splits", {}).values():
             points = tasks.get(task, {}).get("calibration_curve", [])
             x, y = [p["predicted"] for p in points], [p["observed"] for p in points]
             axes.plot(x, y, "o-", color=colour, markersize=3, linewidth=1, label=run.name)
-            drawn, top = drawn or bool(points), max([top, *x, *y])
+            top = max([top, *x, *y])
     axes.plot([0, top], [0, top], color="#9aa1a9", linewidth=0.8, linestyle="--")
     axes.set_xlabel("mean prediction")
     axes.set_ylabel("mean label")
-    return _svg(figure, f"Calibration, {task}") if drawn else _svg(figure, "")
+    return _svg(figure, f"Calibration, {task}") if top else ""
 
 
 def _lengths(name: str, counts: list[int]) -> str:
@@ -173,7 +173,7 @@ def _lengths(name: str, counts: list[int]) -> str:
     axes.set_xlabel("events in the history")
     axes.set_ylabel("samples")
     waste = 1 - tokens / (total * longest)
-    return _svg(figure, f"History lengths, {name.removesuffix('.timestamp')}: padding would waste {waste:.0%}")
+    return _svg(figure, f"History lengths, {name}: padding would waste {waste:.0%}")
 
 
 def _axes():
@@ -190,12 +190,13 @@ def _axes():
 
 
 def _svg(figure, title: str) -> str:
-    """The figure as an inline SVG with a caption; "" for an empty title (nothing was drawn)."""
-    if not title:
-        return ""
+    """The figure as an inline SVG with a caption."""
+    from matplotlib import rc_context
+
     text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    drawing = text.getvalue()
+    with rc_context({"svg.fonttype": "none"}):
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    drawing = re.sub(r'<g id="[^"]*"', "<g", text.getvalue())  # the same in every figure, so no ids of one page
     return f"<figure>{drawing[drawing.index('<svg') :]}<figcaption>{html.escape(title)}</figcaption></figure>"
 
 

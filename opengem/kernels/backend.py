@@ -35,26 +35,25 @@ class Rule:
 # author; measured crossovers belong here with a pointer to benchmarks/results.
 TABLE: dict[str, tuple[Rule, ...]] = {
     # Tiles fill the shared memory of data-centre GPUs; smaller parts (8.x, 12.x) could not launch them.
-    "jfa": tuple(
-        Rule(
-            "triton", "bf16 or fp16, head_dim a multiple of 8 up to 256", capability, exact_capability=True,
-            accepts=lambda facts: facts["dtype"] in (torch.bfloat16, torch.float16)
-            and facts["head_dim"] <= 256 and facts["head_dim"] % 8 == 0,
-        )
-        for capability in ((9, 0), (10, 0), (10, 3))
+    "jfa": (
+        Rule("gluon", "forward without a bias, head_dim 64 or 128: fed by TMA", (9, 0), exact_capability=True,
+             accepts=lambda f: f["dtype"] in HALF and f["head_dim"] in (64, 128) and f["bias"] == "none"
+             and f["step"] == "forward"),
+        *(Rule("triton", "bf16 or fp16, head_dim a multiple of 8 up to 256", capability, exact_capability=True,
+               accepts=lambda f: f["dtype"] in HALF and f["head_dim"] <= 256 and f["head_dim"] % 8 == 0)
+          for capability in ((9, 0), (10, 0), (10, 3))),
     ),
     "gdpa": (
-        Rule(
-            "triton",
-            "bf16 or fp16, head dimension 32, 64, 96, 128 or 256",
-            accepts=lambda f: f["dtype"] in (torch.bfloat16, torch.float16) and f["head_dim"] in (32, 64, 96, 128, 256),
-        ),
+        Rule("gluon", "own queries, head_dim 64 or 128: fed by TMA", (9, 0), exact_capability=True,
+             accepts=lambda f: f["dtype"] in HALF and f["head_dim"] in (64, 128) and not f["shared_q"]),
+        Rule("triton", "bf16 or fp16, head_dim 32, 64, 96, 128 or 256",
+             accepts=lambda f: f["dtype"] in HALF and f["head_dim"] in (32, 64, 96, 128, 256)),
     ),
     "block": (Rule("triton", "16-bit blocks of 64, head dim 64 or 128: one tile a program", capability=(9, 0),
                    accepts=lambda f: f["dtype"] in HALF and f["head_dim"] in (64, 128) and f["block"] == 64),),
     "rope": (Rule("triton", "one pass over 16-bit rows, head dim a power of two", capability=(9, 0),
                   accepts=lambda f: f["dtype"] in HALF and f["head_dim"] in (16, 32, 64, 128, 256)),),
-    "norm": (Rule("triton", "16-bit rows up to 8,192 wide, one read; quantised too up to 1,024", capability=(9, 0),
+    "norm": (Rule("triton", "16-bit rows up to 8,192 wide, one read", capability=(9, 0),
                   accepts=lambda f: f["dtype"] in HALF and f["width"] <= 8192),),
     "mx": (Rule("triton", "32x32 blocks of E4M3 from 16 bit or fp32", capability=(9, 0),
                 accepts=lambda f: f["block"] == (32, 32) and f["format"] == "e4m3" and f["dtype"] != torch.float64),),

@@ -65,6 +65,36 @@ def test_two_runs_are_compared_on_one_page(tmp_path):
     assert "(b)" in page
 
 
+def test_tasks_of_every_run_are_drawn_however_many_runs(tmp_path):
+    """Only the first run's tasks were drawn, and only as many runs as there are colours."""
+    runs = [_run(tmp_path / f"run{i}") for i in range(8)]
+    metrics = runs[7] / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"click"', '"buy"'))
+    page = report.write(runs).read_text()
+    assert "Progressive NE, click" in page
+    assert "Progressive NE, buy" in page
+    loss = page[: page.index("<figcaption>Loss")].rsplit("<figure>", 1)[1]
+    assert all(f"(run{i})" in loss for i in range(8))
+    assert "trees_6 (run7)" in page
+
+
+def test_ids_are_unique(tmp_path):
+    ids = re.findall(r'\bid="([^"]*)"', report.write([_run(tmp_path / "a")]).read_text())
+    assert len(ids) == len(set(ids))
+
+
+@pytest.mark.parametrize("name", ["config.json", "summary.json", "metrics.jsonl"])
+def test_a_damaged_file_is_named(tmp_path, name):
+    (_run(tmp_path / "a") / name).write_text("{oh\n")
+    with pytest.raises(UserError, match=f"{name}.*wanted JSON"):
+        report.write([tmp_path / "a"])
+
+
+def test_a_page_that_cannot_be_written_is_one_line(tmp_path):
+    with pytest.raises(UserError, match="cannot be written"):
+        report.write([_run(tmp_path / "a")], tmp_path)
+
+
 def test_a_folder_without_a_run_is_an_error(tmp_path):
     with pytest.raises(UserError, match="no run folder"):
         report.write([tmp_path])

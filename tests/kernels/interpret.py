@@ -33,3 +33,19 @@ def close_to(got: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor) -> Non
     allowed = (plain.double() - exact).abs().max() if got.numel() else 0
     step = torch.finfo(got.dtype).eps * (exact.abs().max() if got.numel() else 0)
     assert error <= 2 * allowed + step, f"largest error {error:.3g}, allowed 2 x {allowed:.3g} + {step:.3g}"
+
+
+def capture(function):
+    """(CUDA graph of `function`, its results). A capture that fails leaves the random generator usable for other tests.
+
+    What `function` calls must have run before, so that nothing compiles in the capture.
+    """
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            results = function()
+    except RuntimeError:
+        state = torch.Generator("cuda").graphsafe_get_state()
+        torch.cuda.default_generators[torch.cuda.current_device()].graphsafe_set_state(state)
+        raise
+    return graph, results

@@ -24,7 +24,7 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *, max_len
     q, k, v: `[T, H, D]`, same shape and dtype; strided views of a fused buffer are fine. offsets: int32 or int64
     `[B + 1]`. max_length: host bound of the sample lengths. scale: default `D ** -0.5`.
     rope: None, or (cos, sin) or (cos, sin, interleaved) as `apply_rope` takes them: q and k are rotated inside the
-    kernel, and their gradients rotated back, without touching memory.
+    kernel, and their gradients rotated back, without touching memory. The GPU kernel reads cos and sin as fp16.
     Returns `[T, H, D]`, contiguous. Empty samples and an empty batch are ordinary. On a GPU, rows behind `offsets[-1]`
     give zero output and zero gradients; on a CPU they are an error.
     Raises ValueError naming the argument for wrong shapes, dtypes, devices or short tables.

@@ -1,10 +1,13 @@
 """Block attention on a GPU: one program per tile of 64 rows and head, everything of a tile on chip.
 
-A 64x64 tile is bound by memory (32 FLOP a byte), so the kernels are plain: read q, k, v once, write once, several CTAs
-an SM to hide latency. A tile holds whole softmax rows: no running maximum, no log-sum-exp in memory, and the backward's
-delta is a row sum of registers. With RoPE, q and k are rotated after the load and their fp32 gradients before the
-store. Inside the kernel the members of a pair lie side by side whichever the convention, which the scores do not mind
-and which makes taking x
+A 64x64 tile is bound by memory (32 FLOP a byte), so the kernels are plain: read q, k, v once, all loads under way
+before the first product waits, write once, several CTAs an SM to hide latency. A tile holds whole softmax rows: no
+running maximum, no log-sum-exp in memory, and the backward's delta is a row sum of registers.
+
+With RoPE a row is held as the first and the second members of its pairs, two `[64, D / 2]` tiles whichever the
+convention: `q k^T` is the sum of two products, and each half of a gradient a product of its own, so that rotating moves
+nothing between threads. cos and sin are read as one word of two fp16 numbers: as fp32 they would be as large as q and k
+together, and rounding them adds an eighth of what rounding the rotated rows to bf16 does.
 """
 
 from __future__ import annotations
@@ -19,29 +22,34 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # (direction, head dim, rope) -> launch options; one choice each, so that bits never depend on tuning
 CONFIGS = {
     ("forward", 64, False): {"num_warps": 4},
-    ("forward", 128, False): {"num_warps": 4},
+    ("forward", 128, False): {"num_warps": 4, "maxnreg": 168},
     ("forward", 64, True): {"num_warps": 4},
     ("forward", 128, True): {"num_warps": 4, "maxnreg": 168},
     ("backward", 64, False): {"num_warps": 4},
-    ("backward", 128, False): {"num_warps": 8},
-    ("backward", 64, True): {"num_warps": 8, "maxnreg": 128},
-    ("backward", 128, True): {"num_warps": 8, "maxnreg": 128},
+    ("backward", 128, False): {"num_warps": 4, "maxnreg": 168},
+    ("backward", 64, True): {"num_warps": 4},
+    ("backward", 128, True): {"num_warps": 4, "maxnreg": 168},
 }
+DEAD = tl.constexpr(-1e30)  # score of a key outside the sample; finite, so that a tile without keys gives no NaN
 
 
 @triton.jit
 def _locate(offsets, batch, tile, rows, BLOCK: tl.constexpr):
     """(first row, end of its sample, end of what to write, position of the first row) of a tile.
 
-    The last sample also writes zeros to rows behind the last offset.
+    A search of 32 ways, one lane each: three dependent loads for a thousand samples, where halving takes ten. The last
+    sample also writes zeros to rows behind the last offset.
     """
     low = tile * 0
     high = low + batch
     while high - low > 1:
-        middle = (low + high) // 2
-        ours = tl.load(offsets + middle).to(tl.int64) // BLOCK + middle <= tile
-        low = tl.where(ours, middle, low)
-        high = tl.where(ours, high, middle)
+        step = tl.cdiv(high - low, 32)
+        probe = low + step * tl.arange(0, 32)
+        inside = probe < high
+        first_tile = tl.load(offsets + probe, mask=inside, other=0).to(tl.int64) // BLOCK + probe
+        ours = tl.sum((inside & (first_tile <= tile)).to(tl.int32), 0)
+        low += step * tl.maximum(ours - 1, 0)
+        high = tl.minimum(high, low + step)
     begin = tl.load(offsets + low).to(tl.int64)
     end = tl.load(offsets + low + 1).to(tl.int64)
     position = (tile - begin // BLOCK - low) * BLOCK
@@ -50,165 +58,162 @@ def _locate(offsets, batch, tile, rows, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _load(base, row, stride, live, HALF: tl.constexpr):
-    """Rows of `[.., 2 * HALF]`, zeros where not live."""
-    pointer = base + row[:, None] * stride + tl.arange(0, 2 * HALF)[None, :]
-    return tl.load(pointer, mask=live[:, None], other=0.0)
+def _load(tile, stride, live, WIDTH: tl.constexpr):
+    """Rows of `[.., WIDTH]` from `tile` on, zeros where not live. Offsets in a tile are 32 bits: fewer registers."""
+    offset = tl.arange(0, live.shape[0])[:, None] * stride + tl.arange(0, WIDTH)[None, :]
+    return tl.load(tile + offset, mask=live[:, None], other=0.0)
 
 
 @triton.jit
-def _store(base, row, stride, mask, values, HALF: tl.constexpr):
-    pointer = base + row[:, None] * stride + tl.arange(0, 2 * HALF)[None, :]
-    tl.store(pointer, values.to(base.dtype.element_ty), mask=mask[:, None])
+def _store(tile, stride, mask, values, WIDTH: tl.constexpr):
+    offset = tl.arange(0, mask.shape[0])[:, None] * stride + tl.arange(0, WIDTH)[None, :]
+    tl.store(tile + offset, values.to(tile.dtype.element_ty), mask=mask[:, None])
 
 
 @triton.jit
-def _split(values, HALF: tl.constexpr):
-    """Even and odd columns."""
-    return tl.split(tl.reshape(values, [values.shape[0], HALF, 2]))
-
-
-@triton.jit
-def _join(even, odd, HALF: tl.constexpr):
-    return tl.reshape(tl.join(even, odd), [even.shape[0], 2 * HALF])
-
-
-@triton.jit
-def _load_rotated(base, row, stride, live, cos, sin, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Rotated rows with the members of a pair side by side, whichever the convention: scores do not mind the order."""
+def _load_pairs(tile, stride, live, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """First and second members of the pairs of each row, `[.., HALF]` each."""
     if INTERLEAVED:
-        first, second = _split(_load(base, row, stride, live, HALF), HALF)
+        return tl.split(tl.reshape(_load(tile, stride, live, 2 * HALF), [live.shape[0], HALF, 2]))
     else:
-        pointer = base + row[:, None] * stride + tl.arange(0, HALF)[None, :]
-        first = tl.load(pointer, mask=live[:, None], other=0.0)
-        second = tl.load(pointer + HALF, mask=live[:, None], other=0.0)
+        return _load(tile, stride, live, HALF), _load(tile + HALF, stride, live, HALF)
+
+
+@triton.jit
+def _rotate(first, second, cos, sin):
+    """The rotated pair. Sums over a joined axis, because the compiler would move the change of layout that a product
+    wants above a plain sum, to before each load, and so wait for the loads one after the other."""
     kind = first.dtype
     first, second = first.to(tl.float32), second.to(tl.float32)
-    return _join((first * cos - second * sin).to(kind), (second * cos + first * sin).to(kind), HALF)
+    first, second = tl.join(first * cos, -second * sin), tl.join(second * cos, first * sin)
+    return tl.sum(first, 2).to(kind), tl.sum(second, 2).to(kind)
 
 
 @triton.jit
-def _store_rotated_back(base, row, stride, mask, values, cos, sin, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Undo `_load_rotated` on a gradient and store it."""
-    kind = base.dtype.element_ty
-    first, second = _split(values, HALF)
+def _store_rotated_back(tile, stride, mask, first, second, cos, sin, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Undo the rotation on a gradient in fp32 and store it."""
+    kind = tile.dtype.element_ty
     first, second = (first * cos + second * sin).to(kind), (second * cos - first * sin).to(kind)
     if INTERLEAVED:
-        _store(base, row, stride, mask, _join(first, second, HALF), HALF)
+        _store(tile, stride, mask, tl.reshape(tl.join(first, second), [mask.shape[0], 2 * HALF]), 2 * HALF)
     else:
-        pointer = base + row[:, None] * stride + tl.arange(0, HALF)[None, :]
-        tl.store(pointer, first, mask=mask[:, None])
-        tl.store(pointer + HALF, second, mask=mask[:, None])
+        _store(tile, stride, mask, first, HALF)
+        _store(tile + HALF, stride, mask, second, HALF)
 
 
 @triton.jit
-def _angles(cos, sin, position, positions, HALF: tl.constexpr, KEEP: tl.constexpr):
-    """cos and sin rows of a tile; the last table row stands for positions past it, which only dead rows have.
+def _angles(turns, start, positions, BLOCK: tl.constexpr, HALF: tl.constexpr):
+    """cos and sin, fp32, of the positions from `start` on; those past the table belong to dead rows and get the last.
 
-    They are loaded for each use, which comes from L1: held in registers they would halve the CTAs an SM. KEEP: further
-    uses follow, and must not be merged with this one.
+    Loaded again for each use: held in registers they would halve the CTAs an SM.
     """
-    pointer = tl.minimum(position, positions - 1)[:, None] * HALF + tl.arange(0, HALF)[None, :]
-    policy: tl.constexpr = "evict_last" if KEEP else ""
-    return tl.load(cos + pointer, eviction_policy=policy), tl.load(sin + pointer, eviction_policy=policy)
+    row = tl.minimum(tl.arange(0, BLOCK), (positions - 1 - start).to(tl.int32))
+    offset = row[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    word = tl.load(turns + start * HALF + offset, eviction_policy="evict_last")
+    cos = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+    sin = (word >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
+    return cos.to(tl.float32), sin.to(tl.float32)
 
 
 @triton.jit
-def _zero(base, row, stride, mask, HALF: tl.constexpr):
-    _store(base, row, stride, mask, tl.zeros([row.shape[0], 2 * HALF], tl.float32), HALF)
-
-
-@triton.jit
-def _probabilities(q, k, live, scale_log2):
+def _softmax(scores, live, scale_log2):
     """Softmax over the live keys of a tile, fp32, not yet divided by its row sum; and that sum."""
-    scores = tl.where(live[None, :], tl.dot(q, tl.trans(k)) * scale_log2, -float("inf"))
+    scores = tl.where(live[None, :], scores * scale_log2, DEAD)
     p = tl.exp2(scores - tl.max(scores, 1)[:, None])
     return p, tl.sum(p, 1)
 
 
 @triton.jit(do_not_specialize=["rows", "batch", "positions"])
-def _forward(q, k, v, out, offsets, cos, sin, rows, batch, positions, heads, scale,
+def _forward(q, k, v, out, offsets, turns, rows, batch, positions, heads, scale,
              q_row, q_head, k_row, k_head, v_row, v_head, out_row, out_head,
              BLOCK: tl.constexpr, HALF: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
-    program = tl.program_id(0)
-    tile = program // heads
-    head = (program % heads).to(tl.int64)
-    first, end, limit, start = _locate(offsets, batch, tile, rows, BLOCK)
-    row = first + tl.arange(0, BLOCK)
-    live = row < end
-    written = row < limit
-    if first >= end:
-        if first < limit:
-            _zero(out + head * out_head, row, out_row, written, HALF)
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    first, end, limit, start = _locate(offsets, batch, tl.program_id(0) // heads, rows, BLOCK)
+    if first >= limit:
         return
+    live = tl.arange(0, BLOCK) < end - first
+    q += first * q_row + head * q_head
+    k += first * k_row + head * k_head
+    values = _load(v + first * v_row + head * v_head, v_row, live, 2 * HALF)
     if ROPE:
-        position = start + tl.arange(0, BLOCK)
-        c, s = _angles(cos, sin, position, positions, HALF, True)
-        queries = _load_rotated(q + head * q_head, row, q_row, live, c, s, HALF, INTERLEAVED)
-        c, s = _angles(cos, sin, position, positions, HALF, False)
-        keys = _load_rotated(k + head * k_head, row, k_row, live, c, s, HALF, INTERLEAVED)
+        q1, q2 = _load_pairs(q, q_row, live, HALF, INTERLEAVED)
+        k1, k2 = _load_pairs(k, k_row, live, HALF, INTERLEAVED)
+        cos, sin = _angles(turns, start, positions, BLOCK, HALF)
+        q1, q2 = _rotate(q1, q2, cos, sin)
+        k1, k2 = _rotate(k1, k2, cos, sin)
+        scores = tl.dot(q2, tl.trans(k2), tl.dot(q1, tl.trans(k1)))
     else:
-        queries = _load(q + head * q_head, row, q_row, live, HALF)
-        keys = _load(k + head * k_head, row, k_row, live, HALF)
-    values = _load(v + head * v_head, row, v_row, live, HALF)
-    p, total = _probabilities(queries, keys, live, scale * LOG2E)
+        queries = _load(q, q_row, live, 2 * HALF)
+        keys = _load(k, k_row, live, 2 * HALF)
+        scores = tl.dot(queries, tl.trans(keys))
+    p, total = _softmax(scores, live, scale * LOG2E)
     o = tl.dot(p.to(values.dtype), values) / total[:, None]
-    _store(out + head * out_head, row, out_row, written, tl.where(live[:, None], o, 0.0), HALF)
+    written = tl.arange(0, BLOCK) < limit - first
+    _store(out + first * out_row + head * out_head, out_row, written, tl.where(live[:, None], o, 0.0), 2 * HALF)
 
 
 @triton.jit(do_not_specialize=["rows", "batch", "positions"])
-def _backward(grad, q, k, v, grad_q, grad_k, grad_v, offsets, cos, sin, rows, batch, positions, heads, scale,
+def _backward(grad, q, k, v, grad_q, grad_k, grad_v, offsets, turns, rows, batch, positions, heads, scale,
               grad_row, grad_head, q_row, q_head, k_row, k_head, v_row, v_head, out_row, out_head,
               BLOCK: tl.constexpr, HALF: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
-    program = tl.program_id(0)
-    tile = program // heads
-    head = (program % heads).to(tl.int64)
-    first, end, limit, start = _locate(offsets, batch, tile, rows, BLOCK)
-    row = first + tl.arange(0, BLOCK)
-    live = row < end
-    written = row < limit
-    if first >= end:
-        if first < limit:
-            _zero(grad_q + head * out_head, row, out_row, written, HALF)
-            _zero(grad_k + head * out_head, row, out_row, written, HALF)
-            _zero(grad_v + head * out_head, row, out_row, written, HALF)
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    first, end, limit, start = _locate(offsets, batch, tl.program_id(0) // heads, rows, BLOCK)
+    if first >= limit:
         return
-    position = start + tl.arange(0, BLOCK)
+    live = tl.arange(0, BLOCK) < end - first
+    written = tl.arange(0, BLOCK) < limit - first
+    q += first * q_row + head * q_head
+    k += first * k_row + head * k_head
+    out = first * out_row + head * out_head
+    grad += first * grad_row + head * grad_head
+    v += first * v_row + head * v_head
     if ROPE:
-        c, s = _angles(cos, sin, position, positions, HALF, True)
-        queries = _load_rotated(q + head * q_head, row, q_row, live, c, s, HALF, INTERLEAVED)
-        c, s = _angles(cos, sin, position, positions, HALF, False)
-        keys = _load_rotated(k + head * k_head, row, k_row, live, c, s, HALF, INTERLEAVED)
+        q1, q2 = _load_pairs(q, q_row, live, HALF, INTERLEAVED)
+        k1, k2 = _load_pairs(k, k_row, live, HALF, INTERLEAVED)
+        cos, sin = _angles(turns, start, positions, BLOCK, HALF)
+        q1, q2 = _rotate(q1, q2, cos, sin)
+        k1, k2 = _rotate(k1, k2, cos, sin)
+        scores = tl.dot(q2, tl.trans(k2), tl.dot(q1, tl.trans(k1)))
+        g = _load(grad, grad_row, live, 2 * HALF)  # only now: they take the room of the product's own copy of q
+        values = _load(v, v_row, live, 2 * HALF)
     else:
-        queries = _load(q + head * q_head, row, q_row, live, HALF)
-        keys = _load(k + head * k_head, row, k_row, live, HALF)
-    g = _load(grad + head * grad_head, row, grad_row, live, HALF)
-    values = _load(v + head * v_head, row, v_row, live, HALF)
-    p, total = _probabilities(queries, keys, live, scale * LOG2E)
+        g = _load(grad, grad_row, live, 2 * HALF)
+        values = _load(v, v_row, live, 2 * HALF)
+        queries = _load(q, q_row, live, 2 * HALF)
+        keys = _load(k, k_row, live, 2 * HALF)
+        scores = tl.dot(queries, tl.trans(keys))
+    p, total = _softmax(scores, live, scale * LOG2E)
     p = p / total[:, None]
-    _store(grad_v + head * out_head, row, out_row, written, tl.dot(tl.trans(p.to(g.dtype)), g), HALF)
     dp = tl.dot(g, tl.trans(values))
-    ds = (p * (dp - tl.sum(p * dp, 1)[:, None]) * scale).to(queries.dtype)
-    dq = tl.dot(ds, keys)
+    ds = (p * (dp - tl.sum(p * dp, 1)[:, None]) * scale).to(g.dtype)
+    _store(grad_v + out, out_row, written, tl.dot(tl.trans(p.to(g.dtype)), g), 2 * HALF)
     if ROPE:
-        c, s = _angles(cos, sin, position, positions, HALF, False)
-        _store_rotated_back(grad_q + head * out_head, row, out_row, written, dq, c, s, HALF, INTERLEAVED)
+        d1, d2 = tl.dot(ds, k1), tl.dot(ds, k2)
+        cos, sin = _angles(turns, start, positions, BLOCK, HALF)
+        _store_rotated_back(grad_q + out, out_row, written, d1, d2, cos, sin, HALF, INTERLEAVED)
+        d1, d2 = tl.dot(tl.trans(ds), q1), tl.dot(tl.trans(ds), q2)
+        cos, sin = _angles(turns, start, positions, BLOCK, HALF)
+        _store_rotated_back(grad_k + out, out_row, written, d1, d2, cos, sin, HALF, INTERLEAVED)
     else:
-        _store(grad_q + head * out_head, row, out_row, written, dq, HALF)
-    dk = tl.dot(tl.trans(ds), queries)
-    if ROPE:
-        c, s = _angles(cos, sin, position, positions, HALF, False)
-        _store_rotated_back(grad_k + head * out_head, row, out_row, written, dk, c, s, HALF, INTERLEAVED)
-    else:
-        _store(grad_k + head * out_head, row, out_row, written, dk, HALF)
+        _store(grad_q + out, out_row, written, tl.dot(ds, keys), 2 * HALF)
+        _store(grad_k + out, out_row, written, tl.dot(tl.trans(ds), queries), 2 * HALF)
 
 
-def _inner_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(2) == 1 else x.contiguous()
+def _plain_rows(x: Tensor) -> Tensor:
+    """x with adjacent elements in a row and 64 rows within 2^31 elements."""
+    return x if x.stride(2) == 1 and x.stride(0) < 1 << 25 else x.contiguous()
+
+
+def _turns(cos: Tensor, sin: Tensor, positions: int) -> Tensor:
+    """int32 `[positions, D / 2]`: cos in the low and sin in the high half of a word, both fp16."""
+    if cos.shape[0] == 0:
+        return cos.view(torch.int32)
+    pair = torch.stack((cos[:positions], sin[:positions]), 2).half()
+    return pair.view(torch.int32).squeeze(2)
 
 
 def _launch(kernel, direction: str, inputs: list[Tensor], outputs: list[Tensor], offsets: Tensor, cos: Tensor,
-            sin: Tensor, block: int, scale: float, interleaved: bool) -> None:
+            sin: Tensor, max_length: int, block: int, scale: float, interleaved: bool) -> None:
     rows, heads, dim = outputs[0].shape
     batch = offsets.shape[0] - 1
     if rows == 0 or batch == 0 or heads == 0:
@@ -216,19 +221,19 @@ def _launch(kernel, direction: str, inputs: list[Tensor], outputs: list[Tensor],
             out.zero_()
         return
     rope = cos.shape[0] > 0
-    inputs = [_inner_contiguous(x) for x in inputs]
+    turns = _turns(cos, sin, max(1, max_length))
+    inputs = [_plain_rows(x) for x in inputs]
     strides = [n for x in (*inputs, outputs[0]) for n in x.stride()[:2]]
     kernel[((rows // block + batch) * heads,)](
-        *inputs, *outputs, offsets, cos.contiguous(), sin.contiguous(), rows, batch, cos.shape[0], heads, scale,
-        *strides, BLOCK=block, HALF=dim // 2, ROPE=rope, INTERLEAVED=rope and interleaved, num_stages=1,
-        **CONFIGS[direction, dim, rope])
+        *inputs, *outputs, offsets, turns, rows, batch, turns.shape[0], heads, scale, *strides, BLOCK=block,
+        HALF=dim // 2, ROPE=rope, INTERLEAVED=rope and interleaved, num_stages=1, **CONFIGS[direction, dim, rope])
 
 
 def block_forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, cos: Tensor, sin: Tensor, max_length: int,
                   block: int, scale: float, interleaved: bool) -> Tensor:
     """See `reference.block_forward`."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _launch(_forward, "forward", [q, k, v], [out], offsets, cos, sin, block, scale, interleaved)
+    _launch(_forward, "forward", [q, k, v], [out], offsets, cos, sin, max_length, block, scale, interleaved)
     return out
 
 
@@ -236,5 +241,5 @@ def block_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tenso
                    max_length: int, block: int, scale: float, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
     """See `reference.block_backward`."""
     outs = [torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3)]
-    _launch(_backward, "backward", [grad, q, k, v], outs, offsets, cos, sin, block, scale, interleaved)
+    _launch(_backward, "backward", [grad, q, k, v], outs, offsets, cos, sin, max_length, block, scale, interleaved)
     return outs[0], outs[1], outs[2]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from opengem.kernels.jfa import cost as jfa
+
 # Backward FLOPs as a multiple of forward: kernel tables follow the FlashAttention papers (five products, one of them
 # the recomputed scores); MFU leaves the recomputation out.
 BACKWARD_KERNEL = 2.5
@@ -15,8 +17,7 @@ def flops(q_lengths: Sequence[int], kv_lengths: Sequence[int], heads: int, head_
 
     Lengths are lists or integer tensors `[B]` (a tensor on a GPU is read back); the activation counts 0.
     """
-    q, kv = _integers(q_lengths), _integers(kv_lengths)
-    return 4 * heads * head_dim * sum(nq * nk for nq, nk in zip(q, kv, strict=True))
+    return jfa.flops(q_lengths, kv_lengths, heads, head_dim)
 
 
 def bytes(
@@ -27,11 +28,7 @@ def bytes(
 
     With `shared_q` the queries (and dq) are read (written) once, not once a sample.
     """
-    q, kv = _integers(q_lengths), _integers(kv_lengths)
+    q, kv = jfa.integers(q_lengths), jfa.integers(kv_lengths)
     seeds = max(q, default=0) if shared_q else sum(q)
     rows = 2 * seeds + sum(q) + 4 * sum(kv) if backward else seeds + sum(q) + 2 * sum(kv)
     return rows * heads * head_dim * itemsize
-
-
-def _integers(lengths: Sequence[int]) -> list[int]:
-    return lengths.tolist() if hasattr(lengths, "tolist") else list(lengths)

@@ -12,6 +12,9 @@ wrap), so TMA fills with 0 when loading and drops rows when storing. A row past 
 score and its weight: nothing is masked, and a neighbour's NaN stays with the neighbour.
 """
 
+from functools import cache
+
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -21,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from opengem.kernels.gdpa import triton as shared
 
@@ -333,3 +337,22 @@ def backward(
         (produce_pairs, (a1_desc, a2_desc, b1_desc, b2_desc, items, count, H, a1_head, a2_head, b1_head, b2_head,
                          a1_ring, a2_ring, b1_ring, b2_ring, a_full, a_empty, b1_full, b2_full, b_empty, STAGES, BN)),
     ], [4, 1], [240, 24])
+
+
+# ---- descriptors -------------------------------------------------------------------------------------------------
+
+
+def ragged(*boxes: tuple[torch.Tensor, int]) -> list[TensorDescriptor]:
+    """A descriptor of boxes [rows, D] for each (x [T, H, D], rows), whose row bound is set by the coordinates."""
+    out = []
+    for x, rows in boxes:
+        row, head, _ = x.stride()
+        shape = [0x7FFF0000, 0x7FFF0000, BOUND.value, (x.shape[1] - 1) * head + x.shape[2]]
+        strides, box = [2**34 - row, row, row, 1], [1, 1, rows, x.shape[2]]
+        out.append(TensorDescriptor(x, shape, strides, box, _layout(rows, x.shape[2], x.dtype)))
+    return out
+
+
+@cache
+def _layout(rows: int, dim: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, dim], {torch.bfloat16: gl.bfloat16}.get(dtype, gl.float16))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from opengem.kernels.gdpa import triton as kernels
+from opengem.kernels.launch import aligned, launch, multiprocessors
 
 NARROW = 64  # most queries a sample may have for the narrow kernels
 CHUNK = 2048  # keys one narrow program walks over; fixed, so that a sample's sums never depend on the batch
 Q_TILE = 128  # query rows of wide_fwd and wide_dq
+DEALT = 32  # samples a program of deal_tiles lists
 
 # padded head dimension -> (BM, BN, warps, stages)
 FWD = {32: (128, 128, 8, 3), 64: (128, 128, 8, 3), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)}
@@ -41,27 +42,21 @@ class Plan(NamedTuple):
     narrow: bool
     block_q: int
     kv_tile: int
+    rows: int  # of the output
     q_bound: int
     kv_bound: int
     runs: bool
 
-    @property
-    def kernel_facts(self) -> dict:
-        return {"D": self.dim, "DP": self.padded, "SEEDS": self.seeds}
 
-
-def deal(
-    q: Tensor, k: Tensor, q_offsets: Tensor, kv_offsets: Tensor, size: int, max_q: int, shared_q: bool
-) -> Tensor:
+def deal(q: Tensor, k: Tensor, q_offsets: Tensor, kv_offsets: Tensor, size: int, max_q: int, shared_q: bool) -> Tensor:
     """int32 `[size]`: which tiles exist, longest work first. One small kernel."""
     plan = _plan(q, k, kv_offsets, max_q, 0, shared_q)
     schedule = torch.empty(size, dtype=torch.int32, device=q.device)
     if plan.batch:
-        own = 32
-        kernels.deal_tiles[(_cdiv(plan.batch, own), 3)](
-            q_offsets, kv_offsets, schedule, plan.batch, plan.q_bound, plan.kv_bound, Q_TILE=Q_TILE,
-            KV_TILE=plan.kv_tile, SEEDS=plan.seeds, NARROW=plan.narrow, OWN=own,
-        )
+        launch(
+            kernels.deal_tiles, (-(-plan.batch // DEALT), 3, 1), _key(plan, (), q_offsets, kv_offsets),
+            (q_offsets, kv_offsets, schedule, plan.batch, plan.q_bound, plan.kv_bound),
+            (Q_TILE, plan.kv_tile, plan.seeds, plan.narrow, DEALT))
     return schedule
 
 
@@ -71,35 +66,35 @@ def forward(
 ) -> Tensor:
     """As `reference.forward`. `gluon`: the Hopper kernel where it fits (wide, own queries, D 64 or 128)."""
     plan = _plan(q, k, kv_offsets, max_q, max_kv, shared_q)
-    rows = _out_rows(q, plan)
     if not plan.batch or not max_kv or not max_q:
-        return q.new_zeros(rows, *q.shape[1:])
+        return q.new_zeros(plan.rows, *q.shape[1:])
     if gluon and _gluon_fits(q, k, plan):
         return _gluon_forward(q, k, v, q_offsets, schedule, plan, max_kv, activation, scale)
     q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
-    options = {"ACT": activation, "FAST": q.is_cuda, **plan.kernel_facts}
+    act = activation, q.is_cuda
+    key = _key(plan, strides, q_offsets, kv_offsets, schedule, q, k, v)
     if plan.narrow:
-        return _narrow_forward(q, k, v, q_offsets, kv_offsets, schedule, plan, scale, strides, options)
-    out = q.new_empty(rows, *q.shape[1:])
+        return _narrow_forward(q, k, v, q_offsets, kv_offsets, schedule, plan, scale, strides, act, key)
+    out = q.new_empty(plan.rows, *q.shape[1:])
     bm, bn, warps, stages = FWD[plan.padded]
-    kernels.wide_fwd[(plan.q_bound * plan.heads,)](
-        q, k, v, out, q_offsets, kv_offsets, schedule, plan.batch, rows, scale, plan.heads, *strides,
-        BM=bm, BN=bn, num_warps=warps, num_stages=stages, **options,
-    )
+    launch(
+        kernels.wide_fwd, (plan.q_bound * plan.heads, 1, 1), key,
+        (q, k, v, out, q_offsets, kv_offsets, schedule, plan.batch, plan.rows, scale, plan.heads, *strides),
+        (*act, bm, bn, plan.dim, plan.padded, plan.seeds), warps, stages)
     return out
 
 
-def _narrow_forward(q, k, v, q_offsets, kv_offsets, schedule, plan, scale, strides, options) -> Tensor:
+def _narrow_forward(q, k, v, q_offsets, kv_offsets, schedule, plan, scale, strides, act, key) -> Tensor:
     # Seeds own every output row; jagged queries may leave rows to nobody, and these kernels do not visit them.
-    shape = (_out_rows(q, plan), *q.shape[1:])
+    shape = plan.rows, *q.shape[1:]
     out = q.new_empty(shape) if plan.seeds else q.new_zeros(shape)
     partial = _partial(q, plan, plan.runs)
     bn, warps, stages = NARROW_FWD[plan.padded]
-    kernels.narrow_fwd[(plan.kv_bound * plan.heads,)](
-        q, k, v, out, partial, q_offsets, kv_offsets, schedule, plan.q_bound, scale, plan.heads, *strides,
-        BM=plan.block_q, BN=bn, CHUNK=CHUNK, RUNS=plan.runs, num_warps=warps, num_stages=stages, **options,
-    )
+    launch(
+        kernels.narrow_fwd, (plan.kv_bound * plan.heads, 1, 1), key,
+        (q, k, v, out, partial, q_offsets, kv_offsets, schedule, plan.q_bound, scale, plan.heads, *strides),
+        (*act, plan.block_q, bn, plan.dim, plan.padded, plan.seeds, CHUNK, plan.runs), warps, stages)
     if plan.runs:
         _sum_runs(partial, out, q_offsets, kv_offsets, plan)
     return out
@@ -111,13 +106,14 @@ def _gluon_forward(q, k, v, q_offsets, schedule, plan, max_kv, activation, scale
     q, k, v = (_tma_ready(x) for x in (q, k, v))
     out = q.new_empty(q.shape)
     resident = max_kv <= GLUON_STAGES * GLUON_KEYS
-    blocks = min(_multiprocessors(q.device.index), (plan.batch if resident else plan.q_bound) * plan.heads)
-    gluon_sm90.forward[(blocks,)](
-        _ragged(q, 64), _ragged(k, GLUON_KEYS), _ragged(v, GLUON_KEYS), _ragged(out, 64), out, q_offsets, schedule,
-        plan.batch, 4 + 4 * (plan.q_bound + plan.kv_bound) if resident else 4, out.numel(), scale, plan.heads,
-        q.stride(1), k.stride(1), v.stride(1), ACT=activation, D=plan.dim, BN=GLUON_KEYS, STAGES=GLUON_STAGES,
-        Q_STAGES=GLUON_STAGES, RESIDENT=resident, num_warps=4,
-    )
+    blocks = min(multiprocessors(q.device), (plan.batch if resident else plan.q_bound) * plan.heads)
+    head_strides = q.stride(1), k.stride(1), v.stride(1)
+    start = 4 + 4 * (plan.q_bound + plan.kv_bound) if resident else 4
+    launch(
+        gluon_sm90.forward, (blocks, 1, 1), _key(plan, (out.numel() >> 31, *head_strides), q_offsets, schedule, q),
+        (*gluon_sm90.ragged((q, 64), (k, GLUON_KEYS), (v, GLUON_KEYS), (out, 64)), out, q_offsets, schedule, plan.batch,
+         start, out.numel(), scale, plan.heads, *head_strides),
+        (activation, plan.dim, GLUON_KEYS, GLUON_STAGES, GLUON_STAGES, resident))
     return out
 
 
@@ -131,43 +127,19 @@ def _gluon_backward(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, activa
         (q, grad, k, v, dq, dq, q_offsets, plan.q_bound, 4, GLUON_DQ, False),
     )
     for a1, a2, b1, b2, o1, o2, offsets, bound, list_start, (rows, stages), keys in sides:
-        blocks = min(_multiprocessors(q.device.index), bound * plan.heads)
-        gluon_sm90.backward[(blocks,)](
-            _ragged(a1, 64), _ragged(a2, 64), _ragged(b1, rows), _ragged(b2, rows), _ragged(o1, 64), _ragged(o2, 64),
-            o1, o2, offsets, schedule, plan.batch, list_start, o1.numel(), scale, plan.heads,
-            a1.stride(1), a2.stride(1), b1.stride(1), b2.stride(1),
-            ACT=activation, D=plan.dim, BN=rows, STAGES=stages, KEYS=keys, num_warps=4,
-        )
+        blocks = min(multiprocessors(q.device), bound * plan.heads)
+        head_strides = a1.stride(1), a2.stride(1), b1.stride(1), b2.stride(1)
+        launch(
+            gluon_sm90.backward, (blocks, 1, 1), _key(plan, (o1.numel() >> 31, *head_strides), offsets, schedule, q),
+            (*gluon_sm90.ragged((a1, 64), (a2, 64), (b1, rows), (b2, rows), (o1, 64), (o2, 64)), o1, o2, offsets,
+             schedule, plan.batch, list_start, o1.numel(), scale, plan.heads, *head_strides),
+            (activation, plan.dim, rows, stages, keys))
     return dq, dk, dv
 
 
 def _gluon_fits(q: Tensor, k: Tensor, plan: Plan) -> bool:
     """Wide, own queries, D 64 or 128, and some rows (a descriptor cannot be empty)."""
     return not plan.narrow and not plan.seeds and plan.dim in GLUON_HEAD_DIMS and q.shape[0] > 0 and k.shape[0] > 0
-
-
-def _ragged(x: Tensor, rows: int):
-    """A descriptor of boxes [rows, D] of x [T, H, D] whose row bound is set by the coordinates (see gluon_sm90)."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    row, head = x.stride(0), x.stride(1)
-    width = (x.shape[1] - 1) * head + x.shape[2]
-    layout = _box_layout(rows, x.shape[2], x.dtype)
-    return TensorDescriptor(
-        x, [0x7FFF0000, 0x7FFF0000, 1 << 30, width], [2**34 - row, row, row, 1], [1, 1, rows, x.shape[2]], layout
-    )
-
-
-@cache
-def _box_layout(rows: int, dim: int, dtype: torch.dtype):
-    from triton.experimental.gluon import language as gl
-
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, dim], {torch.bfloat16: gl.bfloat16}.get(dtype, gl.float16))
-
-
-@cache
-def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _tma_ready(x: Tensor) -> Tensor:
@@ -188,40 +160,40 @@ def backward(
         return _gluon_backward(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, activation, scale)
     grad, q, k, v = (_rows_contiguous(x) for x in (grad, q, k, v))
     strides = (*grad.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
-    options = {"ACT": activation, "FAST": q.is_cuda, **plan.kernel_facts}
+    key = _key(plan, strides, q_offsets, kv_offsets, schedule, q, k, v, grad)
     side = _narrow_backward if plan.narrow else _wide_backward
-    return side(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, scale, strides, options)
+    act = activation, q.is_cuda
+    return side(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, scale, strides, act, key)
 
 
-def _wide_backward(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, scale, strides, options):
-    rows = _out_rows(q, plan)
-    dq = q.new_empty(rows, *q.shape[1:], dtype=torch.float32 if plan.seeds else q.dtype)
+def _wide_backward(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, scale, strides, act, key):
+    dq = q.new_empty(plan.rows, *q.shape[1:], dtype=torch.float32 if plan.seeds else q.dtype)
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     bm, bn, warps, stages = DKDV[plan.padded]
-    kernels.wide_dkdv[(plan.kv_bound * plan.heads,)](
-        grad, q, k, v, dk, dv, q_offsets, kv_offsets, schedule, plan.batch, plan.q_bound, k.shape[0], scale,
-        plan.heads, *strides, BM=bm, BN=bn, num_warps=warps, num_stages=stages, **options,
-    )
+    launch(
+        kernels.wide_dkdv, (plan.kv_bound * plan.heads, 1, 1), key,
+        (grad, q, k, v, dk, dv, q_offsets, kv_offsets, schedule, plan.batch, plan.q_bound, k.shape[0], scale,
+         plan.heads, *strides), (*act, bm, bn, plan.dim, plan.padded, plan.seeds), warps, stages)
     bm, bn, warps, stages = DQ[plan.padded]
-    kernels.wide_dq[(plan.q_bound * plan.heads,)](
-        grad, q, k, v, dq, q_offsets, kv_offsets, schedule, plan.batch, rows, scale, plan.heads, *strides,
-        BM=bm, BN=bn, num_warps=warps, num_stages=stages, **options,
-    )
+    launch(
+        kernels.wide_dq, (plan.q_bound * plan.heads, 1, 1), key,
+        (grad, q, k, v, dq, q_offsets, kv_offsets, schedule, plan.batch, plan.rows, scale, plan.heads, *strides),
+        (*act, bm, bn, plan.dim, plan.padded, plan.seeds), warps, stages)
     if plan.seeds:
         dq = dq.view(plan.batch, *q.shape).sum(0).to(q.dtype)
     return dq, dk, dv
 
 
-def _narrow_backward(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, scale, strides, options):
+def _narrow_backward(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, scale, strides, act, key):
     dq = q.new_zeros(q.shape)
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     partial = _partial(q, plan, plan.runs or plan.seeds > 0)
     bn, warps, stages = NARROW_BWD[plan.padded]
-    kernels.narrow_bwd[(plan.kv_bound * plan.heads,)](
-        grad, q, k, v, dq, dk, dv, partial, q_offsets, kv_offsets, schedule, plan.batch, plan.q_bound,
-        k.shape[0], scale, plan.heads, *strides,
-        BM=plan.block_q, BN=bn, CHUNK=CHUNK, RUNS=plan.runs, num_warps=warps, num_stages=stages, **options,
-    )
+    launch(
+        kernels.narrow_bwd, (plan.kv_bound * plan.heads, 1, 1), key,
+        (grad, q, k, v, dq, dk, dv, partial, q_offsets, kv_offsets, schedule, plan.batch, plan.q_bound, k.shape[0],
+         scale, plan.heads, *strides),
+        (*act, plan.block_q, bn, plan.dim, plan.padded, plan.seeds, CHUNK, plan.runs), warps, stages)
     if plan.seeds:
         dq = partial.sum(0)[:, : plan.seeds].transpose(0, 1).to(q.dtype).contiguous()
     elif plan.runs:
@@ -238,38 +210,28 @@ def _partial(q: Tensor, plan: Plan, needed: bool) -> Tensor:
 
 
 def _sum_runs(partial, out, q_offsets, kv_offsets, plan):
-    kernels.sum_runs[(plan.batch * plan.heads,)](
-        partial, out, q_offsets, kv_offsets, plan.heads, BM=plan.block_q, CHUNK=CHUNK, **plan.kernel_facts
-    )
+    launch(
+        kernels.sum_runs, (plan.batch * plan.heads, 1, 1), None, (partial, out, q_offsets, kv_offsets, plan.heads),
+        (plan.block_q, plan.dim, plan.padded, plan.seeds, CHUNK))
+
+
+def _key(plan: Plan, strides: tuple, q_offsets: Tensor, *rest: Tensor) -> tuple | None:
+    """For `launch`: what Triton specialises on besides constants. The last tensor has the dtype of all values."""
+    if not aligned(q_offsets, *rest):
+        return None
+    return q_offsets.device, q_offsets.dtype, rest[0].dtype, rest[-1].dtype, plan.heads, plan.dim, strides
 
 
 def _plan(q: Tensor, k: Tensor, kv_offsets: Tensor, max_q: int, max_kv: int, shared_q: bool) -> Plan:
     batch, dim = kv_offsets.shape[0] - 1, q.shape[2]
-    padded, narrow = _padded(dim), max_q <= NARROW
+    padded, narrow = 128 if dim == 96 else dim, max_q <= NARROW
     kv_tile = CHUNK if narrow else DKDV[padded][1]
-    q_rows = batch * q.shape[0] if shared_q else q.shape[0]
+    rows = batch * q.shape[0] if shared_q else q.shape[0]
     return Plan(
         batch=batch, heads=q.shape[1], dim=dim, padded=padded, seeds=q.shape[0] if shared_q else 0, narrow=narrow,
-        block_q=16 if max_q <= 16 else 32 if max_q <= 32 else 64, kv_tile=kv_tile,
-        q_bound=_bound(q_rows, batch, Q_TILE), kv_bound=_bound(k.shape[0], batch, kv_tile), runs=max_kv > CHUNK,
+        block_q=16 if max_q <= 16 else 32 if max_q <= 32 else 64, kv_tile=kv_tile, rows=rows,
+        q_bound=-(-rows // Q_TILE) + batch, kv_bound=-(-k.shape[0] // kv_tile) + batch, runs=max_kv > CHUNK,
     )
-
-
-def _out_rows(q: Tensor, plan: Plan) -> int:
-    return plan.batch * plan.seeds if plan.seeds else q.shape[0]
-
-
-
-def _bound(rows: int, batch: int, tile: int) -> int:
-    return _cdiv(rows, tile) + batch
-
-
-def _cdiv(a: int, b: int) -> int:
-    return (a + b - 1) // b
-
-
-def _padded(head_dim: int) -> int:
-    return 128 if head_dim == 96 else head_dim
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:

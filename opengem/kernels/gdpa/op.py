@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from opengem.kernels import backend
+from opengem.kernels.custom_op import define
 from opengem.kernels.gdpa import cost, reference
 from opengem.kernels.gdpa.activations import ACTIVATIONS, TAYLOR_LIMIT
+from opengem.kernels.jfa.op import check_host_offsets
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -53,9 +55,7 @@ def gdpa(
     schedule = kv_offsets.new_empty(0, dtype=torch.int32) if schedule is None else schedule
     if activation == "gelu_taylor6":
         q, k = _normalised(q), _normalised(k)
-    return torch.ops.opengem.gdpa_fwd(
-        q, k, v, q_offsets, kv_offsets, schedule, max_q, max_kv, activation, float(scale), shared_q
-    )
+    return _forward(q, k, v, q_offsets, kv_offsets, schedule, max_q, max_kv, activation, float(scale), shared_q)
 
 
 def gdpa_schedule(
@@ -69,7 +69,7 @@ def gdpa_schedule(
     """
     q_offsets, kv_offsets, _ = _complete(q, q_offsets, kv_offsets, max_q, 0, shared_q)
     _check_tensors(q, k, k, q_offsets, kv_offsets, shared_q)
-    return torch.ops.opengem.gdpa_schedule(q, k, q_offsets, kv_offsets, max_q, shared_q)
+    return _schedule(q, k, q_offsets, kv_offsets, max_q, shared_q)
 
 
 def _normalised(x: Tensor) -> Tensor:
@@ -111,17 +111,12 @@ def _check_tensors(q, k, v, q_offsets, kv_offsets, shared_q):
     for name, tensor in (("k", k), ("v", v), ("q_offsets", q_offsets), ("kv_offsets", kv_offsets)):
         if tensor.device != q.device:
             raise ValueError(f"gdpa: {name} is on {tensor.device}, q on {q.device}; move all to one device")
-    for name, tensor in (("q_offsets", q_offsets), ("kv_offsets", kv_offsets)):
-        if tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"gdpa: {name} must be int32 or int64 [B + 1], got {tensor.dtype} {list(tensor.shape)}"
-            )
+        if name.endswith("offsets") and (tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64)):
+            raise ValueError(f"gdpa: {name} must be int32 or int64 [B + 1], got {tensor.dtype} {list(tensor.shape)}")
     if kv_offsets.shape[0] < 1:
         raise ValueError("gdpa: offsets must have shape [B + 1] with B >= 0, got [0]; an empty batch has offsets [0]")
     if q_offsets.shape != kv_offsets.shape and not (shared_q and q_offsets.shape[0] == 0):
-        raise ValueError(
-            f"gdpa: expected {q_offsets.shape[0]} kv_offsets (as q_offsets has), got {kv_offsets.shape[0]}"
-        )
+        raise ValueError(f"gdpa: expected {len(q_offsets)} kv_offsets (as q_offsets has), got {len(kv_offsets)}")
 
 
 def _check_options(activation: str, scale: float) -> None:
@@ -134,23 +129,11 @@ def _check_options(activation: str, scale: float) -> None:
         )
 
 
-def _check_host_offsets(name: str, offsets: Tensor, rows: int, longest: int) -> None:
-    first, last = int(offsets[0]), int(offsets[-1])
-    if first != 0 or last != rows:
-        raise ValueError(f"gdpa: {name[0]} has {rows} rows, {name} run from {first} to {last}; wanted 0 to {rows}")
-    lengths = offsets.diff()
-    if lengths.numel() and (int(lengths.min()) < 0 or int(lengths.max()) > longest):
-        raise ValueError(
-            f"gdpa: {name} have lengths from {int(lengths.min())} to {int(lengths.max())}, wanted 0 to "
-            f"{longest} (max_{name[:-8]}); sort out the offsets or raise the maximum"
-        )
-
-
 def _check_contents(q, k, q_offsets, kv_offsets, max_q, max_kv, shared_q):
     """Offsets against rows and maxima, where they lie on the host."""
-    _check_host_offsets("kv_offsets", kv_offsets, k.shape[0], max_kv)
+    check_host_offsets("gdpa", "kv", kv_offsets, k.shape[0], max_kv)
     if not shared_q:
-        _check_host_offsets("q_offsets", q_offsets, q.shape[0], max_q)
+        check_host_offsets("gdpa", "q", q_offsets, q.shape[0], max_q)
     elif q_offsets.shape[0] and bool((q_offsets.diff() != q.shape[0]).any()):
         raise ValueError(f"gdpa: with shared_q=True q_offsets must be None or arange(B + 1) * {q.shape[0]}")
 
@@ -170,8 +153,7 @@ def _schedule_size(q: Tensor, k: Tensor, kv_offsets: Tensor, shared_q: bool) -> 
     return 4 + 4 * ((q_rows + 127) // 128 + (k.shape[0] + 63) // 64 + 3 * batch)
 
 
-@torch.library.custom_op("opengem::gdpa_schedule", mutates_args=())
-def _schedule(q: Tensor, k: Tensor, q_offsets: Tensor, kv_offsets: Tensor, max_q: int, shared_q: bool) -> Tensor:
+def _run_schedule(q: Tensor, k: Tensor, q_offsets: Tensor, kv_offsets: Tensor, max_q: int, shared_q: bool) -> Tensor:
     size = _schedule_size(q, k, kv_offsets, shared_q)
     if _implementation(q) == "reference":
         return kv_offsets.new_zeros(size, dtype=torch.int32)
@@ -180,13 +162,11 @@ def _schedule(q: Tensor, k: Tensor, q_offsets: Tensor, kv_offsets: Tensor, max_q
     return launch.deal(q, k, q_offsets, kv_offsets, size, max_q, shared_q)
 
 
-@_schedule.register_fake
-def _(q, k, q_offsets, kv_offsets, max_q, shared_q):
+def _fake_schedule(q, k, q_offsets, kv_offsets, max_q, shared_q):
     return kv_offsets.new_empty(_schedule_size(q, k, kv_offsets, shared_q), dtype=torch.int32)
 
 
-@torch.library.custom_op("opengem::gdpa_fwd", mutates_args=())
-def _forward(
+def _run_forward(
     q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, schedule: Tensor, max_q: int, max_kv: int,
     activation: str, scale: float, shared_q: bool,
 ) -> Tensor:
@@ -205,22 +185,18 @@ def _forward(
 def _schedule_of(q, k, q_offsets, kv_offsets, schedule, max_q, shared_q) -> Tensor:
     size = _schedule_size(q, k, kv_offsets, shared_q)
     if not schedule.numel():
-        from opengem.kernels.gdpa import launch
-
-        return launch.deal(q, k, q_offsets, kv_offsets, size, max_q, shared_q)
+        return _run_schedule(q, k, q_offsets, kv_offsets, max_q, shared_q)
     if schedule.numel() != size:
         raise ValueError(f"gdpa: the schedule has {schedule.numel()} elements, wanted {size}; make it for these sizes")
     return schedule
 
 
-@_forward.register_fake
-def _(q, k, v, q_offsets, kv_offsets, schedule, max_q, max_kv, activation, scale, shared_q):
+def _fake_forward(q, k, v, q_offsets, kv_offsets, schedule, max_q, max_kv, activation, scale, shared_q):
     rows = (kv_offsets.shape[0] - 1) * q.shape[0] if shared_q else q.shape[0]
     return q.new_empty(rows, q.shape[1], q.shape[2])
 
 
-@torch.library.custom_op("opengem::gdpa_bwd", mutates_args=())
-def _backward(
+def _run_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, schedule: Tensor,
     max_q: int, max_kv: int, activation: str, scale: float, shared_q: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -231,26 +207,25 @@ def _backward(
     from opengem.kernels.gdpa import launch
 
     schedule = _schedule_of(q, k, q_offsets, kv_offsets, schedule, max_q, shared_q)
-    return launch.backward(
-        grad, q, k, v, q_offsets, kv_offsets, schedule, *options, gluon=implementation == "gluon"
-    )
+    return launch.backward(grad, q, k, v, q_offsets, kv_offsets, schedule, *options, gluon=implementation == "gluon")
 
 
-@_backward.register_fake
-def _(grad, q, k, v, q_offsets, kv_offsets, schedule, max_q, max_kv, activation, scale, shared_q):
+def _fake_backward(grad, q, k, v, *_):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup_context(ctx, inputs, output):
+def _save(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:6])
     ctx.options = inputs[6:]
 
 
-def _autograd(ctx, grad):
-    return *torch.ops.opengem.gdpa_bwd(grad, *ctx.saved_tensors, *ctx.options), *[None] * 8
+def _gradient(ctx, grad):
+    return *_backward(grad, *ctx.saved_tensors, *ctx.options), *[None] * 8
 
 
-_forward.register_autograd(_autograd, setup_context=_setup_context)
+_schedule = define("gdpa_schedule", _run_schedule, _fake_schedule)
+_forward = define("gdpa_fwd", _run_forward, _fake_forward, _save, _gradient)
+_backward = define("gdpa_bwd", _run_backward, _fake_backward)
 
 
 # ---- FLOP formulas (torch.utils.flop_counter; the counter is a profiling tool, so reading lengths back is allowed) ---

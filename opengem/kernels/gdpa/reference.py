@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from opengem.kernels.gdpa.activations import ACTIVATIONS
-
-SCORES = 1 << 22  # score elements held at once (16 MiB in fp32)
+from opengem.kernels.jfa.reference import SCORES, chunks
 
 
 class _Chunk(NamedTuple):
@@ -36,12 +35,14 @@ def forward(
 ) -> Tensor:
     """`out` `[B * S, H, D]` if `shared_q` else `[Tq, H, D]`, dtype of q; rows no sample owns are 0."""
     act = ACTIVATIONS[activation].value
-    q_offsets = _query_offsets(q, q_offsets, kv_offsets, shared_q)
-    rows = (kv_offsets.shape[0] - 1) * q.shape[0] if shared_q else q.shape[0]
-    out = q.new_zeros(rows + 1, *q.shape[1:])
+    if shared_q:
+        q_offsets = torch.arange(kv_offsets.shape[0], device=q.device) * q.shape[0]
+    total = (kv_offsets.shape[0] - 1) * q.shape[0] if shared_q else q.shape[0]
+    out = q.new_zeros(total + 1, *q.shape[1:])
     for chunk in _chunks(q_offsets, kv_offsets, max_q, max_kv, q.shape[1]):
         qp, kp, vp = _padded_inputs(q, k, v, chunk, shared_q)
-        parts = [act(scale * (part @ kp.mT)) @ vp for part in qp.split(_query_rows(kp), dim=2)]
+        rows = max(1, SCORES // kp[..., 0].numel())  # queries at once
+        parts = [act(scale * (part @ kp.mT)) @ vp for part in qp.split(rows, dim=2)]
         _scatter(out, torch.cat(parts, dim=2), chunk.q_rows, chunk.q_live)
     return out[:-1]
 
@@ -51,8 +52,9 @@ def backward(
     activation: str, scale: float, shared_q: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v (their shapes and dtypes); rows no sample owns are 0."""
-    q_offsets = _query_offsets(q, q_offsets, kv_offsets, shared_q)
-    dtype = _compute_dtype(q)
+    if shared_q:
+        q_offsets = torch.arange(kv_offsets.shape[0], device=q.device) * q.shape[0]
+    dtype = torch.promote_types(q.dtype, torch.float32)
     dq = q.new_zeros(q.shape[0] + 1, *q.shape[1:], dtype=dtype if shared_q else q.dtype)
     dk = k.new_zeros(k.shape[0] + 1, *k.shape[1:])
     dv = torch.zeros_like(dk)
@@ -72,7 +74,7 @@ def backward(
 def _chunk_backward(gp, qp, kp, vp, activation, scale):
     act = ACTIVATIONS[activation]
     dkp, dvp, parts = torch.zeros_like(kp), torch.zeros_like(vp), []
-    rows = _query_rows(kp)
+    rows = max(1, SCORES // kp[..., 0].numel())
     for q_part, g_part in zip(qp.split(rows, dim=2), gp.split(rows, dim=2), strict=True):
         s = scale * (q_part @ kp.mT)
         ds = (g_part @ vp.mT) * act.derivative(s) * scale
@@ -82,71 +84,29 @@ def _chunk_backward(gp, qp, kp, vp, activation, scale):
     return torch.cat(parts, dim=2), dkp, dvp
 
 
-def _query_offsets(q: Tensor, q_offsets: Tensor, kv_offsets: Tensor, shared_q: bool) -> Tensor:
-    if not shared_q:
-        return q_offsets
-    return torch.arange(kv_offsets.shape[0], device=q.device) * q.shape[0]
-
-
 def _chunks(q_offsets: Tensor, kv_offsets: Tensor, max_q: int, max_kv: int, heads: int) -> Iterator[_Chunk]:
-    """Samples in chunks: on the host of similar lengths and without the empty ones, on a GPU in order (no sync)."""
+    """Samples in chunks; none where there is nothing to compute."""
     if max_q == 0 or max_kv == 0 or q_offsets.shape[0] == 1:
         return
     q_lengths, kv_lengths = q_offsets.long().diff(), kv_offsets.long().diff()
-    if q_offsets.device.type == "cpu":
-        groups = _similar_samples(q_lengths, kv_lengths, heads)
-    else:
-        size = max(1, SCORES // (heads * max_q * max_kv))
-        samples = torch.arange(q_lengths.shape[0], device=q_offsets.device)
-        groups = ((part, max_q, max_kv) for part in samples.split(size))
-    for samples, longest_q, longest_kv in groups:
+    for samples, longest_q, longest_kv in chunks(q_lengths, kv_lengths, max_q, max_kv, heads):
         q_position = torch.arange(longest_q, device=q_offsets.device)
         kv_position = torch.arange(longest_kv, device=q_offsets.device)
-        yield _Chunk(
-            samples,
-            q_offsets.long()[samples, None] + q_position,
-            q_position < q_lengths[samples, None],
-            kv_offsets.long()[samples, None] + kv_position,
-            kv_position < kv_lengths[samples, None],
-        )
-
-
-def _similar_samples(q_lengths: Tensor, kv_lengths: Tensor, heads: int) -> Iterator[tuple[Tensor, int, int]]:
-    """(samples, longest q, longest kv) such that the padded score block stays near SCORES elements."""
-    lengths = list(zip(q_lengths.tolist(), kv_lengths.tolist(), strict=True))
-    order = sorted((b for b, (nq, nk) in enumerate(lengths) if nq and nk), key=lambda b: lengths[b], reverse=True)
-    group, wide, deep = [], 0, 0
-    for b in order:
-        nq, nk = lengths[b]
-        wider, deeper = max(wide, nq), max(deep, nk)
-        if group and heads * wider * deeper * (len(group) + 1) > SCORES:
-            yield torch.tensor(group), wide, deep
-            group, wider, deeper = [], nq, nk
-        group.append(b)
-        wide, deep = wider, deeper
-    if group:
-        yield torch.tensor(group), wide, deep
-
-
-def _query_rows(kp: Tensor) -> int:
-    """Query rows taken at once, for the score block of one chunk to stay near SCORES elements."""
-    batch, heads, keys, _ = kp.shape
-    return max(1, SCORES // (batch * heads * keys))
-
-
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+        q_rows, kv_rows = (x.long()[samples, None] for x in (q_offsets, kv_offsets))
+        q_live, kv_live = q_position < q_lengths[samples, None], kv_position < kv_lengths[samples, None]
+        yield _Chunk(samples, q_rows + q_position, q_live, kv_rows + kv_position, kv_live)
 
 
 def _gather(x: Tensor, rows: Tensor, live: Tensor) -> Tensor:
     """`[b, H, L, D]` in the compute dtype, 0 where no row exists (a foreign NaN cannot leak in)."""
-    padded = x[rows.where(live, torch.zeros_like(rows))].to(_compute_dtype(x))
+    padded = x[rows.where(live, torch.zeros_like(rows))].to(torch.promote_types(x.dtype, torch.float32))
     return padded.masked_fill(~live[:, :, None, None], 0).transpose(1, 2)
 
 
 def _padded_inputs(q: Tensor, k: Tensor, v: Tensor, chunk: _Chunk, shared_q: bool) -> tuple[Tensor, Tensor, Tensor]:
     if shared_q:
-        qp = q.to(_compute_dtype(q)).transpose(0, 1).expand(chunk.samples.shape[0], -1, -1, -1)
+        qp = q.to(torch.promote_types(q.dtype, torch.float32)).transpose(0, 1)
+        qp = qp.expand(chunk.samples.shape[0], -1, -1, -1)
     else:
         qp = _gather(q, chunk.q_rows, chunk.q_live)
     kp = _gather(k, chunk.kv_rows, chunk.kv_live)

@@ -58,38 +58,6 @@ def _normal(x, FAST: tl.constexpr):
 
 
 @triton.jit
-def act_value(x, ACT: tl.constexpr, FAST: tl.constexpr):
-    if ACT == "gelu":
-        cdf, _ = _normal(x, FAST)
-        return x * cdf
-    elif ACT == "gelu_tanh":
-        h = 0.5 * x
-        return h + h * _tanh(x * (TANH_A + TANH_AB * x * x), FAST)
-    elif ACT == "gelu_poly":
-        c = tl.minimum(tl.maximum(x, -POLY_CLAMP), POLY_CLAMP)
-        u = c * c
-        return x * (0.5 + c * (P0 + u * (P1 + u * (P2 + u * (P3 + u * (P4 + u * P5))))))
-    elif ACT == "gelu_taylor6":
-        u = x * x
-        return x * 0.5 + u * (T2 + u * (T4 + u * T6))
-    elif ACT == "silu":
-        h = 0.5 * x
-        return h + h * _tanh(h, FAST)
-    elif ACT == "relu":
-        return tl.maximum(x, 0.0)
-    elif ACT == "relu2":
-        r = tl.maximum(x, 0.0)
-        return r * r
-    elif ACT == "leaky_relu":
-        return tl.maximum(x, x * LEAKY)
-    elif ACT == "hardswish":
-        return x * tl.minimum(tl.maximum(x * (1.0 / 6.0) + 0.5, 0.0), 1.0)
-    else:
-        tl.static_assert(ACT == "identity")
-        return x
-
-
-@triton.jit
 def act_both(x, ACT: tl.constexpr, FAST: tl.constexpr):
     """(value, derivative); what is not used is removed by the compiler."""
     if ACT == "gelu":
@@ -128,6 +96,12 @@ def act_both(x, ACT: tl.constexpr, FAST: tl.constexpr):
     else:
         tl.static_assert(ACT == "identity")
         return x, x * 0.0 + 1.0
+
+
+@triton.jit
+def act_value(x, ACT: tl.constexpr, FAST: tl.constexpr):
+    value, _ = act_both(x, ACT, FAST)
+    return value
 
 
 # ---- which tiles exist -------------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 8192  # elements a program of four warps copies: eight 16-byte accesses a thread
+SUM_TILE = 4096  # the same for sums, which hold it in fp32
+SUM_COLUMNS = 128  # of a sample's rows a program sums: narrow, so that long samples are spread over programs
 COUNTS = ["rows", "batch", "steps"]  # change from batch to batch: never part of what is compiled
 
 
@@ -115,7 +117,7 @@ def _broadcast_add(values, dense, offsets, out, rows, width, batch, steps, ROWS:
 
 
 @triton.jit
-def _segment_sum(values, order, offsets, out, width, ORDERED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _segment_sum(values, offsets, out, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     blocks = tl.cdiv(width, COLUMNS)
     segment = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
@@ -123,13 +125,25 @@ def _segment_sum(values, order, offsets, out, width, ORDERED: tl.constexpr, ROWS
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(start, end, ROWS):
         row = first + tl.arange(0, ROWS)
-        live = row < end
-        if ORDERED:
-            row = tl.load(order + row, mask=live, other=0)
-        mask = live[:, None] & (column < width)[None, :]
+        mask = (row < end)[:, None] & (column < width)[None, :]
         total += tl.load(values + row[:, None] * width + column[None, :], mask=mask, other=0.0).to(tl.float32)
     total = tl.sum(total, 0)
     tl.store(out + segment * width + column, total.to(out.dtype.element_ty), mask=column < width)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def _sum_uses(grad, order, starts, out, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Row r of `out` is the sum of the rows `order[starts[r] : starts[r + 1]]` of `grad`, one after the other."""
+    row, column = _tile(rows, width, ROWS, COLUMNS)
+    first = tl.load(starts + row, mask=row < rows, other=0).to(tl.int64)
+    count = tl.load(starts + row + 1, mask=row < rows, other=0).to(tl.int64) - first
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for use in tl.range(0, tl.max(count, 0), num_stages=3):
+        source = tl.load(order + first + use, mask=use < count, other=0)
+        mask = (use < count)[:, None] & (column < width)[None, :]
+        total += tl.load(grad + source[:, None] * width + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    mask = (row < rows)[:, None] & (column < width)[None, :]
+    tl.store(out + row[:, None] * width + column[None, :], total.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["batch", "rows"])
@@ -258,26 +272,30 @@ def gather_rows(values: Tensor, index: Tensor) -> Tensor:
 
 
 def gather_rows_backward(grad: Tensor, index: Tensor, rows: int) -> Tensor:
-    """See `reference.gather_rows_backward`."""
-    ordered, order = torch.sort(index, stable=True)
-    starts = torch.searchsorted(ordered, torch.arange(rows + 1, device=grad.device, dtype=index.dtype))
-    return _sum_segments(grad, order, starts, rows, 4)
+    """See `reference.gather_rows_backward`; what lies outside the rows is sorted to the ends and left out."""
+    out = grad.new_empty((rows, *grad.shape[1:]))
+    if out.numel() == 0 or grad.shape[0] == 0:
+        return out.zero_()
+    keys = index.clamp(-1, rows)
+    keys = keys.int() if rows < 1 << 31 else keys  # half the passes of the sort
+    ordered, order = torch.sort(keys, stable=True)
+    starts = torch.searchsorted(ordered, torch.arange(rows + 1, device=grad.device, dtype=keys.dtype))
+    width = _width(out, rows)
+    grid, tile = _shape(rows, width, SUM_TILE)
+    _sum_uses[grid](grad.contiguous(), order, starts, out, rows, width, **tile)
+    return out
 
 
 def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
     """See `reference.segment_sum`."""
-    return _sum_segments(values, None, offsets, offsets.shape[0] - 1, 16)
-
-
-def _sum_segments(values: Tensor, order: Tensor | None, offsets: Tensor, segments: int, tile_rows: int) -> Tensor:
+    segments = offsets.shape[0] - 1
     out = values.new_empty((segments, *values.shape[1:]))
     if out.numel() == 0 or values.shape[0] == 0:
         return out.zero_()
     width = _width(out, segments)
-    columns = min(triton.next_power_of_2(width), 512)
+    columns = min(triton.next_power_of_2(width), SUM_COLUMNS)
     _segment_sum[(segments * triton.cdiv(width, columns),)](
-        values.contiguous(), offsets if order is None else order, offsets, out, width, ORDERED=order is not None,
-        ROWS=tile_rows, COLUMNS=columns)
+        values.contiguous(), offsets, out, width, ROWS=SUM_TILE // columns, COLUMNS=columns)
     return out
 
 
@@ -293,16 +311,21 @@ def broadcast_add(values: Tensor, dense: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
+def _product_tile(size: int) -> int:
+    """Side of a product's tile: as wide as fits, because the other operand is read once for each tile."""
+    return 64 if size <= 64 else 128
+
+
 def jagged_dense_bmm(values: Tensor, dense: Tensor, offsets: Tensor, max_length: int) -> Tensor:
     """See `reference.jagged_dense_bmm`."""
     rows, (batch, inner, columns) = values.shape[0], dense.shape
     out = values.new_empty(rows, columns)
     if out.numel() == 0 or batch == 0 or inner == 0:
         return out.zero_()
-    bm, bn, bk = 64, 64, 64
+    bm, bn = 128, _product_tile(columns)
     _bmm[((rows // bm + batch) * triton.cdiv(columns, bn),)](
-        values.contiguous(), dense, offsets, out, rows, batch, inner, columns, *dense.stride(), BM=bm, BN=bn, BK=bk,
-        num_warps=4, num_stages=3)
+        values.contiguous(), dense, offsets, out, rows, batch, inner, columns, *dense.stride(), BM=bm, BN=bn, BK=64,
+        num_warps=8, num_stages=3)
     return out
 
 
@@ -312,8 +335,8 @@ def jagged_dense_bmm_backward(grad: Tensor, values: Tensor, offsets: Tensor, max
     out = values.new_empty(batch, inner, columns)
     if out.numel() == 0 or values.shape[0] == 0:
         return out.zero_()
-    bm, bn, bk = 64, 64, 64
+    bn, bk = _product_tile(columns), _product_tile(inner)
     _bmm_backward[(batch * triton.cdiv(columns, bn) * triton.cdiv(inner, bk),)](
-        grad.contiguous(), values.contiguous(), offsets, out, inner, columns, BM=bm, BN=bn, BK=bk, num_warps=4,
+        grad.contiguous(), values.contiguous(), offsets, out, inner, columns, BM=64, BN=bn, BK=bk, num_warps=8,
         num_stages=3)
     return out

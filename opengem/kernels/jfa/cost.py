@@ -19,7 +19,7 @@ def visible_pairs(
 ) -> int:
     """Number of (query, key) pairs that see each other, over all samples."""
     left, right = normalise_window(causal, window)
-    return sum(_pairs(m, n, left, right) for m, n in zip(_ints(q_lengths), _ints(kv_lengths), strict=True))
+    return sum(_pairs(m, n, left, right) for m, n in zip(integers(q_lengths), integers(kv_lengths), strict=True))
 
 
 def flops(
@@ -68,5 +68,5 @@ def _ramp(x: int, n: int) -> int:
     return x * (x + 1) // 2 if x <= n else n * (n + 1) // 2 + (x - n) * n
 
 
-def _ints(lengths: Lengths) -> list[int]:
+def integers(lengths: Lengths) -> list[int]:
     return lengths.tolist() if isinstance(lengths, Tensor) else [int(n) for n in lengths]

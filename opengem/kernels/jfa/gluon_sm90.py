@@ -28,6 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from opengem.kernels.jfa import triton as portable
 from opengem.kernels.jfa.reference import Options
+from opengem.kernels.launch import aligned, launch, multiprocessors
 
 LOG2E = gl.constexpr(1.4426950408889634)
 ROWS = 128  # query rows of an item: two consumers of 64
@@ -326,31 +327,45 @@ def forward(
     if not takes(q, k, v, bias):
         return portable.forward(q, k, v, q_offsets, kv_offsets, bias, max_q, max_kv, options)
     total, heads, dim = q.shape
-    batch = q_offsets.shape[0] - 1
-    slots = total // ROWS + batch + 1
-    records = torch.empty((5, slots), dtype=torch.int32, device=q.device)
-    _schedule_kernel[(triton.cdiv(slots, 256),)](
-        records, q_offsets, kv_offsets, total, batch, batch.bit_length(), slots, BLOCK=256, ITEM_ROWS=ROWS, num_warps=8)
+    key = _key(q, q_offsets, kv_offsets)
+    records, slots = _schedule(total, q_offsets, kv_offsets, key)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((heads, total), dtype=torch.float32, device=q.device)
-    blocks = min(_multiprocessors(q.device), slots * heads)
-    _forward_kernel[(blocks,)](
-        _descriptor(q, 64), _descriptor(k, KEYS), _descriptor(v, KEYS), out, lse, records, slots, slots * heads, total,
-        options.scale * LOG2E.value, options.left, options.right, GROUP=heads // k.shape[1],
-        HAS_LEFT=options.left >= 0, HAS_RIGHT=options.right >= 0, HEAD_DIM=dim, KEYS=KEYS, STAGES=STAGES[dim],
-        Q_STAGES=1, num_warps=4)
+    launch(
+        _forward_kernel, (min(multiprocessors(q.device), slots * heads), 1, 1), key,
+        (_descriptor(q, 64), _descriptor(k, KEYS), _descriptor(v, KEYS), out, lse, records, slots, slots * heads, total,
+         options.scale * LOG2E.value, options.left, options.right),
+        (heads // k.shape[1], options.left >= 0, options.right >= 0, dim, KEYS, STAGES[dim], 1))
     return out, lse
+
+
+def _schedule(total: int, offsets: Tensor, partner_offsets: Tensor, key: tuple | None) -> tuple[Tensor, int]:
+    """(records of the items of `total` rows, slots)."""
+    batch = offsets.shape[0] - 1
+    slots = total // ROWS + batch + 1
+    records = torch.empty((5, slots), dtype=torch.int32, device=offsets.device)
+    launch(
+        _schedule_kernel, ((slots + 255) // 256, 1, 1), key,
+        (records, offsets, partner_offsets, total, batch, batch.bit_length(), slots), (256, ROWS), warps=8)
+    return records, slots
+
+
+def _key(q: Tensor, q_offsets: Tensor, kv_offsets: Tensor) -> tuple | None:
+    """For `launch`: of the rest, TMA takes only what is aligned, and its strides are no part of the kernel."""
+    if not aligned(q_offsets, kv_offsets):
+        return None
+    return q.device, q.dtype, q_offsets.dtype, kv_offsets.dtype
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
     """No bias, head_dim 64 or 128, and rows TMA can read: heads side by side, 16-byte aligned, not empty."""
     if bias is not None or q.shape[2] not in STAGES or q.dtype not in (torch.bfloat16, torch.float16):
         return False
-    return all(
-        x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-        and 0 < x.shape[0] < 2**31 - 2 * ROWS
-        for x in (q, k, v)
-    )
+    for x in (q, k, v):
+        row, head, element = x.stride()
+        if element != 1 or head != x.shape[2] or row % 8 or not 0 < x.shape[0] < 2**31 - 2 * ROWS:
+            return False
+    return aligned(q, k, v)
 
 
 def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
@@ -363,8 +378,3 @@ def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
 def _layout(rows: int, dim: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
     return gl.NVMMASharedLayout.get_default_for([rows, dim], element)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -24,15 +24,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from opengem.kernels.jfa import triton as portable
 from opengem.kernels.jfa.gluon_sm90 import (
     LOG2E,
-    ROWS,
     _clear_rows,
     _descriptor,
-    _multiprocessors,
-    _schedule_kernel,
+    _key,
+    _schedule,
     _tiles,
     takes,
 )
 from opengem.kernels.jfa.reference import Options
+from opengem.kernels.launch import aligned, launch, multiprocessors
 
 STREAM = 64  # rows of a passing tile
 STAGES = {64: 4, 128: 3}  # passing tiles in flight, by head dimension
@@ -293,7 +293,9 @@ def _consume_dkdv(
                         HEAD_DIM, STREAM, STAGES, s_layout, p_layout)
             mbarrier.arrive(stay_empty, count=1)
             done += 1
-            _store(dk_ptr, dk * scale, row, rows, head * HEAD_DIM, stride, HALF, HEAD_DIM)
+            # Rows behind the last offset have no queries, but their v may hold NaN, and p = 0 does not hide it.
+            dk = gl.where(m > 0, dk * scale, 0.0)
+            _store(dk_ptr, dk, row, rows, head * HEAD_DIM, stride, HALF, HEAD_DIM)
             _store(dv_ptr, dv, row, rows, head * HEAD_DIM, stride, HALF, HEAD_DIM)
 
 
@@ -360,28 +362,26 @@ def backward(
         return portable.backward(
             dout, dlse, q, k, v, out, lse, q_offsets, kv_offsets, bias, max_q, max_kv, options)
     total, heads, dim = q.shape
+    dlse = None if dlse is None else dlse.contiguous()
     delta = torch.empty_like(lse)
-    _delta_kernel[(triton.cdiv(total, 64), heads)](
-        out, dout, None if dlse is None else dlse.contiguous(), delta, dout.stride(0), total,
-        HAS_DLSE=dlse is not None, HEAD_DIM=dim, BLOCK=64, num_warps=4)
+    key = _key(q, q_offsets, kv_offsets) if aligned(out, lse, *(() if dlse is None else (dlse,))) else None
+    launch(
+        _delta_kernel, ((total + 63) // 64, heads, 1), key and (key, dout.stride(0)),
+        (out, dout, dlse, delta, dout.stride(0), total), (dlse is not None, dim, 64))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     left, right = options.left, options.right
     group = heads // k.shape[1]
-    _launch(q, dout, k, v, lse, delta, dq, dq, q_offsets, kv_offsets, options.scale, left, right, group, False)
-    _launch(k, v, q, dout, lse, delta, dk, dv, kv_offsets, q_offsets, options.scale, right, left, group, True)
+    _launch(q, dout, k, v, lse, delta, dq, dq, q_offsets, kv_offsets, key, options.scale, left, right, group, False)
+    _launch(k, v, q, dout, lse, delta, dk, dv, kv_offsets, q_offsets, key, options.scale, right, left, group, True)
     return dq, dk, dv, q.new_empty(0)
 
 
-def _launch(stay0, stay1, pass0, pass1, lse, delta, out0, out1, offsets, pass_offsets, scale, before, after, group,
+def _launch(stay0, stay1, pass0, pass1, lse, delta, out0, out1, offsets, pass_offsets, key, scale, before, after, group,
             keys_own) -> None:
     total, heads, dim = stay0.shape
-    batch = offsets.shape[0] - 1
-    slots = total // ROWS + batch + 1
-    records = torch.empty((5, slots), dtype=torch.int32, device=stay0.device)
-    _schedule_kernel[(triton.cdiv(slots, 256),)](
-        records, offsets, pass_offsets, total, batch, batch.bit_length(), slots, BLOCK=256, ITEM_ROWS=ROWS, num_warps=8)
-    _backward_kernel[(min(_multiprocessors(stay0.device), slots * heads),)](
-        _descriptor(stay0, 64), _descriptor(stay1, 64), _descriptor(pass0, STREAM), _descriptor(pass1, STREAM), lse,
-        delta, out0, out1, records, slots, slots * heads, lse.shape[1], scale, before, after, GROUP=group,
-        KEYS_OWN=keys_own, HAS_BEFORE=before >= 0, HAS_AFTER=after >= 0, HEAD_DIM=dim, STREAM=STREAM,
-        STAGES=STAGES[dim], num_warps=4)
+    records, slots = _schedule(total, offsets, pass_offsets, key)
+    launch(
+        _backward_kernel, (min(multiprocessors(stay0.device), slots * heads), 1, 1), key,
+        (_descriptor(stay0, 64), _descriptor(stay1, 64), _descriptor(pass0, STREAM), _descriptor(pass1, STREAM), lse,
+         delta, out0, out1, records, slots, slots * heads, lse.shape[1], scale, before, after),
+        (group, keys_own, before >= 0, after >= 0, dim, STREAM, STAGES[dim]))

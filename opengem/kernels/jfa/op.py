@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from opengem.kernels import backend
+from opengem.kernels.custom_op import define
 from opengem.kernels.jfa import cost, reference
 from opengem.kernels.jfa.reference import Options
 
@@ -69,8 +70,7 @@ def jagged_flash_attention(
 # ---- custom ops ------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("opengem::jfa_fwd", mutates_args=())
-def _forward(
+def _run_forward(
     q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, bias: Tensor | None, relative: bool,
     max_q: int, max_kv: int, scale: float, left: int, right: int,
 ) -> tuple[Tensor, Tensor]:
@@ -80,14 +80,12 @@ def _forward(
     return kernels.forward(q, k, v, q_offsets, kv_offsets, bias, max_q, max_kv, options)
 
 
-@_forward.register_fake
-def _(q, k, v, q_offsets, kv_offsets, bias, relative, max_q, max_kv, scale, left, right):
+def _fake_forward(q, *_):
     wide = torch.promote_types(q.dtype, torch.float32)
     return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[1], q.shape[0], dtype=wide)
 
 
-@torch.library.custom_op("opengem::jfa_bwd", mutates_args=())
-def _backward(
+def _run_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     q_offsets: Tensor, kv_offsets: Tensor, bias: Tensor | None, relative: bool,
     max_q: int, max_kv: int, scale: float, left: int, right: int,
@@ -97,20 +95,18 @@ def _backward(
     return kernels.backward(dout, dlse, q, k, v, out, lse, q_offsets, kv_offsets, bias, max_q, max_kv, options)
 
 
-@_backward.register_fake
-def _(dout, dlse, q, k, v, out, lse, q_offsets, kv_offsets, bias, relative, max_q, max_kv, scale, left, right):
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    dbias = q.new_empty(0) if bias is None else torch.empty_like(bias, memory_format=torch.contiguous_format)
-    return dq, dk, dv, dbias
+def _fake_backward(dout, dlse, q, k, v, out, lse, q_offsets, kv_offsets, bias, *_):
+    dense = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
+    return *dense, q.new_empty(0 if bias is None else bias.shape, dtype=q.dtype if bias is None else bias.dtype)
 
 
-def _setup_context(ctx, inputs, output):
+def _save(ctx, inputs, output):
     q, k, v, q_offsets, kv_offsets, bias, *ctx.options = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, q_offsets, kv_offsets, bias)
 
 
-def _autograd(ctx, dout, dlse):
+def _gradient(ctx, dout, dlse):
     q, k, v, out, lse, q_offsets, kv_offsets, bias = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
@@ -118,7 +114,8 @@ def _autograd(ctx, dout, dlse):
     return dq, dk, dv, None, None, None if bias is None else dbias, *[None] * len(ctx.options)
 
 
-_forward.register_autograd(_autograd, setup_context=_setup_context)
+_forward = define("jfa_fwd", _run_forward, _fake_forward, _save, _gradient)
+_backward = define("jfa_bwd", _run_backward, _fake_backward)
 
 
 def _kernels(q: Tensor, bias: Tensor | None, relative: bool, step: str):
@@ -189,8 +186,7 @@ def _check(q, k, v, q_offsets, kv_offsets, max_q, max_kv, left, right, bias) -> 
         if offsets.device != q.device:
             raise ValueError(f"{name} must be on {q.device} like q, got {offsets.device}")
     if q_offsets.shape != kv_offsets.shape:
-        want, got = q_offsets.shape[0], kv_offsets.shape[0]
-        raise ValueError(f"kv_offsets: expected {want} offsets as in q_offsets, got {got}")
+        raise ValueError(f"kv_offsets: expected {len(q_offsets)} offsets as in q_offsets, got {len(kv_offsets)}")
     if max_q < 0 or max_kv < 0:
         raise ValueError(f"max_q and max_kv must be >= 0, got {max_q} and {max_kv}")
     if left < -1 or right < -1:
@@ -203,18 +199,22 @@ def _check_offsets(q, k, q_offsets, kv_offsets, max_q, max_kv, pair: Tensor | No
     """What only the contents of the offsets tell; read on a CPU alone, where it costs no stall."""
     if q.device.type != "cpu":
         return
-    for name, x, offsets, most in (("q", q, q_offsets, max_q), ("kv", k, kv_offsets, max_kv)):
-        lengths = offsets.diff()
-        if int(offsets[0]) != 0 or int(offsets[-1]) != x.shape[0]:
-            raise ValueError(
-                f"{name}_offsets must run from 0 to the number of rows: {name} has {x.shape[0]} rows, offsets start at "
-                f"{int(offsets[0])} and end at {int(offsets[-1])}; cut the rows or mend the offsets")
-        if lengths.numel() and int(lengths.min()) < 0:
-            raise ValueError(f"{name}_offsets must not decrease: sample {int(lengths.argmin())} has a negative length")
-        if lengths.numel() and int(lengths.max()) > most:
-            longest, where = int(lengths.max()), int(lengths.argmax())
-            raise ValueError(f"max_{name} is {most}, but sample {where} has {longest} rows; raise it or truncate")
+    check_host_offsets("jagged_flash_attention", "q", q_offsets, q.shape[0], max_q)
+    check_host_offsets("jagged_flash_attention", "kv", kv_offsets, k.shape[0], max_kv)
     if pair is not None:
         cells = int((q_offsets.diff().long() * kv_offsets.diff().long()).sum())
         if pair.shape[1] != cells:
             raise ValueError(f"PairBias.values must have sum of q_b * kv_b = {cells} columns, got {pair.shape[1]}")
+
+
+def check_host_offsets(op: str, name: str, offsets: Tensor, rows: int, longest: int) -> None:
+    """ValueError unless `offsets` (on a CPU) run from 0 to `rows` in steps of 0 to `longest`."""
+    first, last = int(offsets[0]), int(offsets[-1])
+    if first != 0 or last != rows:
+        raise ValueError(
+            f"{op}: {name} has {rows} rows, {name}_offsets run from {first} to {last}; cut the rows or mend them")
+    lengths = offsets.diff()
+    if lengths.numel() and (int(lengths.min()) < 0 or int(lengths.max()) > longest):
+        raise ValueError(
+            f"{op}: {name}_offsets have lengths from {int(lengths.min())} to {int(lengths.max())} (sample "
+            f"{int(lengths.argmax())}), wanted 0 to {longest} (max_{name}); mend the offsets or raise the maximum")

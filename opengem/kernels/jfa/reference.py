@@ -59,7 +59,7 @@ def backward(
     delta = (out.to(wide) * dout.to(wide)).sum(-1).t()  # [H, Tq]
     delta = delta if dlse is None else delta - dlse
     dq, dk, dv = (x.new_zeros(x.shape[0] + 1, *x.shape[1:]) for x in (q, k, v))
-    dbias = _bias_gradient_buffer(bias, wide)
+    dbias = torch.empty(0) if bias is None else bias.new_zeros(bias.shape[0], bias.shape[1] + 1, dtype=wide)
     for tile in _tiles(q, k, q_offsets, kv_offsets, bias, max_q, max_kv, options):
         tile_k, tile_v = (_gather(x, tile.kv_rows, wide) for x in (k, v))
         tile_dk, tile_dv = torch.zeros_like(tile_k), torch.zeros_like(tile_v)
@@ -176,14 +176,14 @@ def _tiles(
     m, n = q_offsets.diff(), kv_offsets.diff()
     pairs = torch.cat([m.new_zeros(1), (m * n).cumsum(0)]) if options.pair else None
     columns = 0 if bias is None else bias.shape[1]
-    for samples, queries, keys in _chunks(m, n, max_q, max_kv, q.shape[1]):
+    for samples, queries, keys in chunks(m, n, max_q, max_kv, q.shape[1]):
         j = torch.arange(keys, device=q.device)
         kv_rows = torch.where(j < n[samples][:, None], kv_offsets[samples][:, None] + j, k.shape[0])
         yield _Tile(samples, queries, keys, q.shape[1], k.shape[1], q.shape[0], kv_rows, q_offsets, n[samples],
                     pairs, columns, options)
 
 
-def _chunks(m: Tensor, n: Tensor, max_q: int, max_kv: int, heads: int) -> Iterator[tuple[Tensor, int, int]]:
+def chunks(m: Tensor, n: Tensor, max_q: int, max_kv: int, heads: int) -> Iterator[tuple[Tensor, int, int]]:
     """Groups of samples of similar size (two steps an octave), each group cut to at most `SCORES` padded scores."""
     if m.device.type != "cpu":
         groups = [torch.arange(m.shape[0], device=m.device)]
@@ -231,9 +231,3 @@ def _diagonal_sums(x: Tensor) -> Tensor:
     m, n = x.shape[2:]
     padded = torch.nn.functional.pad(x.flip(2), (0, m)).flatten(2)
     return padded[..., : m * (m + n - 1)].unflatten(2, (m, m + n - 1)).sum(2)
-
-
-def _bias_gradient_buffer(bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    if bias is None:
-        return torch.empty(0)
-    return bias.new_zeros(bias.shape[0], bias.shape[1] + 1, dtype=dtype)

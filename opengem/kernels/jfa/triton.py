@@ -14,6 +14,7 @@ tile with masked columns.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from opengem.kernels.jfa.reference import Options
+from opengem.kernels.launch import aligned, launch
 
 LOG2E = tl.constexpr(1.4426950408889634)
 PAIR = tl.constexpr(1)
@@ -62,6 +64,15 @@ def config(kernel: str, head_dim: int, biased: bool) -> Config:
     if not biased:
         return tile
     return Config(tile.own, min(tile.stream, 64 if padded < 128 else 32), 8, min(tile.stages, 2))
+
+
+@functools.cache
+def _plan(kernel: str, dim: int, group: int, has_left: bool, has_right: bool, bias: int) -> tuple[Config, tuple]:
+    """(configuration, constants as the kernel takes them)."""
+    tile = config(kernel, dim, bias != 0)
+    sizes = {"dkdv": (tile.stream, tile.own), "diagonals": (tile.own,)}.get(kernel, (tile.own, tile.stream))
+    kind = () if kernel == "diagonals" else (bias,)
+    return tile, (group, has_left, has_right, *kind, dim, max(16, triton.next_power_of_2(dim)), *sizes)
 
 
 # ---- where a program works -------------------------------------------------------------------------------------
@@ -471,14 +482,16 @@ def forward(
     batch = q_offsets.shape[0] - 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((heads, total), dtype=torch.float32, device=q.device)
-    tile = config("forward", dim, bias is not None)
+    strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
+    key = _key(bias, strides, q, k, v, q_offsets, kv_offsets)
+    facts = _facts(q, k, options)
     bias, pairs, columns, radius = _bias_arguments(bias, q_offsets, kv_offsets, options)
-    _forward_kernel[(total // tile.own + batch + 1, heads)](
-        q, k, v, out, lse, q_offsets, kv_offsets, bias, pairs,
-        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), heads * dim, columns, total,
-        batch, batch.bit_length(), options.scale * LOG2E.value, options.left, options.right, radius,
-        **_constants(q, k, options, pairs is not None), BLOCK_M=tile.own, BLOCK_N=tile.stream,
-        num_warps=tile.warps, num_stages=tile.stages)
+    tile, constants = _plan("forward", *facts)
+    launch(
+        _forward_kernel, (total // tile.own + batch + 1, heads, 1), key,
+        (q, k, v, out, lse, q_offsets, kv_offsets, bias, pairs, *strides, heads * dim, columns, total, batch,
+         batch.bit_length(), options.scale * LOG2E.value, options.left, options.right, radius),
+        constants, tile.warps, tile.stages)
     return out, lse
 
 
@@ -490,49 +503,48 @@ def backward(
     q, k, v, dout = _dense_rows(q), _dense_rows(k), _dense_rows(v), _dense_rows(dout)
     total, heads, dim = q.shape
     batch, kv_heads = q_offsets.shape[0] - 1, k.shape[1]
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    dk = torch.empty(k.shape, dtype=q.dtype, device=q.device)
-    dv = torch.empty(k.shape, dtype=q.dtype, device=q.device)
+    dq, dk, dv = (torch.empty(x.shape, dtype=q.dtype, device=q.device) for x in (q, k, k))
     delta = torch.empty_like(lse)
+    strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *dout.stride()[:2]
+    dlse = None if dlse is None else dlse.contiguous()
+    key = _key(bias, strides, q, k, v, q_offsets, kv_offsets, dout, out, lse, *(() if dlse is None else (dlse,)))
+    facts = _facts(q, k, options)
     bias, pairs, columns, radius = _bias_arguments(bias, q_offsets, kv_offsets, options)
-    dbias = torch.zeros_like(bias) if options.pair else q.new_empty(0)
-    strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), dout.stride(0),
-               dout.stride(1))
-    constants = _constants(q, k, options, options.pair)
+    dbias = torch.zeros_like(bias) if options.pair else None
     mask = options.scale, options.left, options.right, radius
-    tile = config("dq", dim, bias is not None)
-    _dq_kernel[(total // tile.own + batch + 1, heads)](
-        q, k, v, out, dout, lse, None if dlse is None else dlse.contiguous(), dq, delta, q_offsets, kv_offsets, bias,
-        dbias if options.pair else None, pairs, *strides, heads * dim, columns, total, batch, batch.bit_length(), *mask,
-        HAS_DLSE=dlse is not None, **constants, BLOCK_M=tile.own, BLOCK_N=tile.stream,
-        num_warps=tile.warps, num_stages=tile.stages)
-    tile = config("dkdv", dim, bias is not None)
-    _dkdv_kernel[(k.shape[0] // tile.own + batch + 1, kv_heads)](
-        q, k, v, dout, lse, delta, dk, dv, q_offsets, kv_offsets, bias, pairs, *strides, kv_heads * dim, columns, total,
-        k.shape[0], batch, batch.bit_length(), *mask, **constants, BLOCK_M=tile.stream, BLOCK_N=tile.own,
-        num_warps=tile.warps, num_stages=tile.stages)
+    tile, constants = _plan("dq", *facts)
+    launch(
+        _dq_kernel, (total // tile.own + batch + 1, heads, 1), key,
+        (q, k, v, out, dout, lse, dlse, dq, delta, q_offsets, kv_offsets, bias, dbias, pairs, *strides, heads * dim,
+         columns, total, batch, batch.bit_length(), *mask), (dlse is not None, *constants), tile.warps,
+        tile.stages)
+    tile, constants = _plan("dkdv", *facts)
+    launch(
+        _dkdv_kernel, (k.shape[0] // tile.own + batch + 1, kv_heads, 1), key,
+        (q, k, v, dout, lse, delta, dk, dv, q_offsets, kv_offsets, bias, pairs, *strides, kv_heads * dim, columns,
+         total, k.shape[0], batch, batch.bit_length(), *mask), constants, tile.warps, tile.stages)
     if options.relative:
         dbias = _relative_gradient(
-            q, k, v, dout, lse, delta, q_offsets, kv_offsets, bias, strides, constants, mask, max_q, max_kv)
-    return dq, dk, dv, dbias
+            q, k, v, dout, lse, delta, q_offsets, kv_offsets, bias, strides, facts, mask, max_q, max_kv)
+    return dq, dk, dv, q.new_empty(0) if dbias is None else dbias
 
 
 def _relative_gradient(
-    q, k, v, dout, lse, delta, q_offsets, kv_offsets, table, strides, constants, mask, max_q, max_kv
+    q, k, v, dout, lse, delta, q_offsets, kv_offsets, table, strides, facts, mask, max_q, max_kv
 ) -> Tensor:
     """Two stages, each in a fixed order: sums per distance in up to 64 parts of the batch, then per table entry."""
-    heads, dim, batch = q.shape[1], q.shape[2], q_offsets.shape[0] - 1
+    heads, batch = q.shape[1], q_offsets.shape[0] - 1
     distances, lowest, radius = max_q + max_kv - 1, 1 - max_kv, table.shape[1] // 2
     if min(max_q, max_kv, batch) == 0:
         return torch.zeros_like(table)
-    tile = config("diagonals", dim, True)
+    tile, constants = _plan("diagonals", *facts)
     blocks = triton.cdiv(distances, tile.own)
     parts = max(1, min(64, batch, 2048 // (blocks * heads)))
     sums = torch.empty((parts, heads, distances), dtype=torch.float32, device=q.device)
-    constants = {name: value for name, value in constants.items() if name != "BIAS"}
-    _diagonals_kernel[(blocks, heads, parts)](
-        q, k, v, dout, lse, delta, sums, q_offsets, kv_offsets, table, *strides, table.shape[1], q.shape[0], batch,
-        distances, lowest, *mask, **constants, BLOCK=tile.own, num_warps=tile.warps, num_stages=tile.stages)
+    launch(
+        _diagonals_kernel, (blocks, heads, parts), None,
+        (q, k, v, dout, lse, delta, sums, q_offsets, kv_offsets, table, *strides, table.shape[1], q.shape[0], batch,
+         distances, lowest, *mask), constants, tile.warps, tile.stages)
     sums = sums.sum(0)
     gradient = torch.zeros(table.shape, dtype=torch.float32, device=q.device)
     first, last = max(1 - radius, lowest), min(radius - 1, max_q - 1)
@@ -547,6 +559,20 @@ def _dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 else x.contiguous()
 
 
+def _key(bias: Tensor | None, strides: tuple, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor,
+         *more: Tensor) -> tuple | None:
+    """For `launch`; a bias has a column count that may or may not fit 32 bits, so its kernels are bound each time."""
+    if bias is not None or not aligned(q, k, v, q_offsets, kv_offsets, *more):
+        return None
+    return q.device, q.dtype, q_offsets.dtype, kv_offsets.dtype, q.shape[1], strides
+
+
+def _facts(q: Tensor, k: Tensor, options: Options) -> tuple[int, int, bool, bool, int]:
+    """What `_plan` wants to know of a call."""
+    bias = PAIR.value if options.pair else RELATIVE.value if options.relative else 0
+    return q.shape[2], q.shape[1] // k.shape[1], options.left >= 0, options.right >= 0, bias
+
+
 def _bias_arguments(bias: Tensor | None, q_offsets: Tensor, kv_offsets: Tensor, options: Options):
     """(bias, first cell of each sample, columns, radius) as the kernels take them."""
     if bias is None:
@@ -555,11 +581,3 @@ def _bias_arguments(bias: Tensor | None, q_offsets: Tensor, kv_offsets: Tensor, 
         return bias.contiguous(), None, bias.shape[1], bias.shape[1] // 2
     cells = q_offsets.diff().long() * kv_offsets.diff().long()
     return bias.contiguous(), cells.cumsum(0) - cells, bias.shape[1], 0
-
-
-def _constants(q: Tensor, k: Tensor, options: Options, pair: bool) -> dict:
-    return {
-        "GROUP": q.shape[1] // k.shape[1], "HAS_LEFT": options.left >= 0, "HAS_RIGHT": options.right >= 0,
-        "BIAS": PAIR.value if pair else RELATIVE.value if options.relative else 0,
-        "HEAD_DIM": q.shape[2], "BLOCK_D": max(16, triton.next_power_of_2(q.shape[2])),
-    }

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS = 512  # of a program's tile of 32 rows
+COLUMNS = 512  # most of a program's tile of 32 rows
 
 
 @triton.jit
@@ -49,6 +49,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     data = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
     scale = x.new_empty((triton.cdiv(rows, 32), triton.cdiv(width, 32)), dtype=torch.uint8)
     if x.numel():
-        grid = (scale.shape[0] * triton.cdiv(width, COLUMNS),)
-        _quantize[grid](x, data, scale, rows, width, WIDTH=COLUMNS, num_warps=8)
+        columns = min(max(32, triton.next_power_of_2(width)), COLUMNS)
+        grid = (scale.shape[0] * triton.cdiv(width, columns),)
+        _quantize[grid](x, data, scale, rows, width, WIDTH=columns, num_warps=8 if columns == COLUMNS else 4)
     return data, scale

@@ -14,13 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opengem.kernels.mx import triton as mx
 from opengem.kernels.mx.triton import quantize_tile
 
 TILE = 8192  # elements of a tile of the forward, with eight warps
-BACKWARD_TILE = 4096  # the same for the backward, which holds more of them
-BACKWARD_PROGRAMS = 4  # an SM
-WIDEST_QUANTIZED = 1024  # 32 rows of it stay in the registers of sixteen warps
+BACKWARD_TILE = 2048  # the same for the backward, which holds more of them
+BACKWARD_PROGRAMS = 4  # of eight warps an SM
+BACKWARD_STAGES = 3  # tiles under way: the sums over a row would otherwise leave the memory idle
+QUANTIZED_CHUNKS = 4  # of columns, one at a time; wide rows want few CTAs an SM, so that the L2 still has them
+QUANTIZED_STAGES = 2  # chunks under way
 
 
 @triton.jit
@@ -80,28 +81,52 @@ def _forward(x, residual, weight, bias, y, total, mean_out, rstd_out, rows, widt
 @triton.jit(do_not_specialize=["rows"])
 def _forward_mx(x, residual, weight, bias, data, scale, total, mean_out, rstd_out, rows, width, eps,
                 CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-                WIDTH: tl.constexpr):
-    """A program takes 32 whole rows: their norm, then one E8M0 scale per 32 columns (`mx.reference`, bit for bit)."""
+                CHUNK: tl.constexpr, STAGES: tl.constexpr):
+    """A program takes 32 rows twice: for their statistics, then to scale blocks of 32 columns (as `mx.reference` does).
+
+    The second time goes from the last columns to the first and finds the rows in cache. Statistics of a chunk of
+    columns join those of the chunks before it (Chan, Golub and LeVeque), so no mean is subtracted from a square.
+    """
     row = tl.program_id(0).to(tl.int64) * 32 + tl.arange(0, 32)
-    columns = tl.arange(0, WIDTH)
-    mask = (row < rows)[:, None] & (columns < width)[None, :]
-    pointer = row[:, None] * width + columns[None, :]
-    values = _load_sum(x, residual, total, pointer, mask, RESIDUAL)
-    unit, mean, rstd = _normalised(values, columns, width, eps, CENTERED)
-    unit = _affine(unit, weight, bias, columns, width, WEIGHT, BIAS)
+    mean = tl.zeros([32], tl.float32)
+    squares = tl.zeros([32], tl.float32)
+    for start in tl.range(0, width, CHUNK, num_stages=STAGES):
+        columns = start + tl.arange(0, CHUNK)
+        mask = (row < rows)[:, None] & (columns < width)[None, :]
+        values = _load_sum(x, residual, total, row[:, None] * width + columns[None, :], mask, RESIDUAL)
+        if CENTERED:
+            count = tl.minimum(width - start, CHUNK).to(tl.float32)
+            middle = tl.sum(values, 1) / count
+            values = tl.where(mask, values - middle[:, None], 0.0)
+            share = count / (start + count)
+            squares += (middle - mean) * (middle - mean) * start * share
+            mean += (middle - mean) * share
+        squares += tl.sum(values * values, 1)
+    rstd = tl.rsqrt(squares / width + eps)
     _store_statistics(mean_out, rstd_out, row, rows, mean, rstd, CENTERED)
-    rounded = unit.to(x.dtype.element_ty).to(tl.float32)
-    scaled, exponent = quantize_tile(tl.where(mask, rounded, 0.0), WIDTH)
-    tl.store(data + pointer, scaled.to(data.dtype.element_ty), mask=mask)
-    block = tl.arange(0, WIDTH // 32)
+    source = total if RESIDUAL else x
+    if RESIDUAL:
+        tl.debug_barrier()  # other threads read what this one wrote
+    chunks = tl.cdiv(width, CHUNK)
     used = tl.cdiv(width, 32)
-    tl.store(scale + tl.program_id(0).to(tl.int64) * used + block, exponent.to(tl.uint8), mask=block < used)
+    for back in tl.range(0, chunks, num_stages=STAGES):
+        start = (chunks - 1 - back) * CHUNK
+        columns = start + tl.arange(0, CHUNK)
+        mask = (row < rows)[:, None] & (columns < width)[None, :]
+        pointer = row[:, None] * width + columns[None, :]
+        values = tl.load(source + pointer, mask=mask, other=0.0).to(tl.float32)
+        unit = _affine((values - mean[:, None]) * rstd[:, None], weight, bias, columns, width, WEIGHT, BIAS)
+        rounded = unit.to(x.dtype.element_ty).to(tl.float32)
+        scaled, exponent = quantize_tile(tl.where(mask, rounded, 0.0), CHUNK)
+        tl.store(data + pointer, scaled.to(data.dtype.element_ty), mask=mask)
+        block = start // 32 + tl.arange(0, CHUNK // 32)
+        tl.store(scale + tl.program_id(0).to(tl.int64) * used + block, exponent.to(tl.uint8), mask=block < used)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _backward(grad, grad_total, total, weight, mean_in, rstd_in, grad_x, grad_weight, grad_bias, rows, width,
               CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-              ROWS: tl.constexpr, WIDTH: tl.constexpr):
+              ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr):
     columns = tl.arange(0, WIDTH)
     inside = columns < width
     scale = tl.zeros([WIDTH], tl.float32) + 1.0
@@ -109,7 +134,7 @@ def _backward(grad, grad_total, total, weight, mean_in, rstd_in, grad_x, grad_we
         scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     weight_share = tl.zeros([ROWS, WIDTH], tl.float32)
     bias_share = tl.zeros([ROWS, WIDTH], tl.float32)
-    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         mask = (row < rows)[:, None] & inside[None, :]
         pointer = row[:, None] * width + columns[None, :]
@@ -172,22 +197,19 @@ def norm_forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias
 
 def norm_quantize_forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
                           centered: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See `reference.norm_quantize_forward`; rows wider than WIDEST_QUANTIZED are normalised, then quantised."""
-    if x.shape[1] > WIDEST_QUANTIZED:
-        y, *rest = norm_forward(x, residual, weight, bias, eps, centered)
-        return *mx.quantize(y), *rest
+    """See `reference.norm_quantize_forward`."""
     x = x.contiguous()
     rows, width = x.shape
     data = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
     scale = x.new_empty((-(-rows // 32), -(-width // 32)), dtype=torch.uint8)
     total, mean, rstd = _row_outputs(x, residual, centered)
     options = _options(x, residual, weight, bias, centered)
-    options["WIDTH"] = max(32, options["WIDTH"])
+    chunk = min(max(options.pop("WIDTH") // QUANTIZED_CHUNKS, 128), 512)
     if rows:
         _forward_mx[(scale.shape[0],)](
             x, x if residual is None else residual.contiguous(), x if weight is None else weight.contiguous(),
             x if bias is None else bias.contiguous(), data, scale, total, mean, rstd, rows, width, eps, **options,
-            num_warps=8 if options["WIDTH"] <= 512 else 16)
+            CHUNK=chunk, STAGES=QUANTIZED_STAGES, num_warps=chunk // 32, maxnreg=128)
     return data, scale, total, mean, rstd
 
 
@@ -199,13 +221,14 @@ def norm_backward(grad: Tensor, grad_total: Tensor | None, total: Tensor, weight
     grad_x = total.new_empty(total.shape)
     options = _options(total, grad_total, weight, None, mean.numel() > 0) | {"BIAS": has_bias}
     tile_rows = max(1, BACKWARD_TILE // options["WIDTH"])
-    programs = min(triton.cdiv(rows, tile_rows), BACKWARD_PROGRAMS * _multiprocessors(total.device))
+    warps = min(max(8, options["WIDTH"] // 256), 16)
+    programs = min(triton.cdiv(rows, tile_rows), BACKWARD_PROGRAMS * 8 // warps * _multiprocessors(total.device))
     shares = [rstd.new_empty(programs if used else 0, width) for used in (weight is not None, has_bias)]
     if rows:
         _backward[(programs,)](
             grad.contiguous(), total if grad_total is None else grad_total.contiguous(), total,
             total if weight is None else weight.contiguous(), mean, rstd, grad_x, *shares, rows, width, **options,
-            ROWS=tile_rows, num_warps=8)
+            ROWS=tile_rows, STAGES=BACKWARD_STAGES, num_warps=warps)
     vectors = [share.sum(0) if used else rstd.new_empty(0)
                for share, used in zip(shares, (weight is not None, has_bias), strict=True)]
     return grad_x, vectors[0], vectors[1]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from opengem.kernels.jagged_ops.triton import samples_of, steps_for
 
-TILE = 4096  # pairs a program of four warps rotates: eight 16-byte loads a thread
+TILE = 2048  # pairs a program of four warps rotates: four 16-byte loads a thread
 
 
 @triton.jit(do_not_specialize=["rows", "batch", "steps", "positions"])

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 4096  # elements of gate a program of four warps takes
+TILE = 2048  # elements of gate a program of four warps takes
 
 
 @triton.jit

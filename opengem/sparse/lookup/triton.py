@@ -304,7 +304,7 @@ def combine_kernel(
     row = tl.load(rows + end - 1)
     if tl.load(rows + end) != row:
         return
-    if begin > 0 and tl.load(rows + begin - 1) == row:
+    if tl.load(rows + begin - 1, mask=begin > 0, other=-1) == row:  # `and` would load in front of the first row
         return
     column = tl.arange(0, BLOCK_D)
     live_column = column < DIM

@@ -29,7 +29,7 @@ POINTERS = {"partial": "*fp32", "q_offsets": "*i64", "kv_offsets": "*i64", "sche
 def wide(dim: int, act: str = "gelu_tanh", seeds: int = 0) -> dict:
     """name -> (kernel, constants, options) of the wide family."""
     found = {}
-    padded = launch._padded(dim)
+    padded = 128 if dim == 96 else dim
     tables = ((kernels.wide_fwd, launch.FWD), (kernels.wide_dq, launch.DQ), (kernels.wide_dkdv, launch.DKDV))
     for kernel, table in tables:
         bm, bn, warps, stages = table[padded]
@@ -40,7 +40,7 @@ def wide(dim: int, act: str = "gelu_tanh", seeds: int = 0) -> dict:
 
 def narrow(dim: int, act: str = "gelu_tanh", seeds: int = 32, block_q: int = 32, runs: bool = False) -> dict:
     found = {}
-    padded = launch._padded(dim)
+    padded = 128 if dim == 96 else dim
     for kernel, table in ((kernels.narrow_fwd, launch.NARROW_FWD), (kernels.narrow_bwd, launch.NARROW_BWD)):
         bn, warps, stages = table[padded]
         constants = {"ACT": act, "FAST": True, "BM": block_q, "BN": bn, "D": dim, "DP": padded, "SEEDS": seeds,

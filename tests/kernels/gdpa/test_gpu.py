@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from opengem.kernels import backend
 from opengem.kernels.gdpa import gdpa, gdpa_schedule
 from opengem.kernels.gdpa.activations import ACTIVATIONS
 from tests.kernels import grid
@@ -250,11 +249,7 @@ def test_addresses_past_two_to_the_31(last):
     assert torch.equal(got[-last:], want)
 
 
-def test_table_sends_half_precision_to_a_kernel_and_fp32_to_the_reference():
-    device = torch.device("cuda")
-    assert backend.implementation("gdpa", device, dtype=torch.bfloat16, head_dim=64) != "reference"
-    assert backend.implementation("gdpa", device, dtype=torch.float32, head_dim=64) == "reference"
-    assert backend.implementation("gdpa", device, dtype=torch.bfloat16, head_dim=80) == "reference"
+def test_fp32_runs_the_reference():
     qkv, q_lengths, kv_lengths, arguments = build([130, 0, 5], [7, 3, 0], dtype=torch.float32)
     truth = naive.gdpa(*qkv, q_lengths, kv_lengths)
     torch.testing.assert_close(gdpa(*qkv, **arguments), truth.float(), rtol=1e-3, atol=1e-3)

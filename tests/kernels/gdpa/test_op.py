@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from opengem.kernels import backend
 from opengem.kernels.gdpa import gdpa, reference
 from opengem.kernels.gdpa.activations import ACTIVATIONS
+from opengem.kernels.jfa import reference as chunked
 from tests.kernels import grid
 from tests.kernels.gdpa import naive
 
@@ -75,14 +77,15 @@ def test_gradcheck(activation, seeds):
 
 def test_small_memory_budget_gives_the_same_result(monkeypatch):
     qkv, q_lengths, kv_lengths, arguments = inputs_of("unsorted")
-    monkeypatch.setattr(reference, "SCORES", 700)  # forces many chunks and split query rows
+    for module in (reference, chunked):
+        monkeypatch.setattr(module, "SCORES", 700)  # forces many chunks and split query rows
     assert_matches_naive(qkv, q_lengths, kv_lengths, arguments, "silu", 0.5)
 
 
 def test_chunks_in_order_for_devices_without_host_offsets(monkeypatch):
     """The path a GPU takes: no length is read back."""
     qkv, q_lengths, kv_lengths, arguments = inputs_of("long_q_short_kv")
-    monkeypatch.setattr(reference, "_similar_samples", lambda q, kv, heads: [
+    monkeypatch.setattr(reference, "chunks", lambda q, kv, max_q, max_kv, heads: [
         (part, 130, 16) for part in torch.arange(3).split(2)])
     assert_matches_naive(qkv, q_lengths, kv_lengths, arguments, "gelu_poly", 0.5)
 
@@ -208,3 +211,14 @@ def test_errors_say_what_where_and_how(name):
     arguments = {"q": Q, "k": Q, "v": Q, "q_offsets": OFFSETS, "max_q": 4, **change}
     with pytest.raises(ValueError, match=message):
         gdpa(**arguments)
+
+
+@pytest.mark.parametrize(("capability", "facts", "wanted"), [
+    ((9, 0), {}, "gluon"), ((9, 0), {"shared_q": True}, "triton"), ((9, 0), {"head_dim": 96}, "triton"),
+    ((10, 0), {}, "triton"), ((9, 0), {"head_dim": 80}, "reference"), ((9, 0), {"dtype": torch.float32}, "reference"),
+])
+def test_the_table_sends_own_queries_on_hopper_to_gluon(monkeypatch, capability, facts, wanted):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(backend, "_capability", lambda index: capability)
+    facts = {"dtype": torch.bfloat16, "head_dim": 64, "shared_q": False} | facts
+    assert backend.implementation("gdpa", torch.device("cuda", 0), **facts) == wanted

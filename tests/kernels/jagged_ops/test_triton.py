@@ -12,18 +12,15 @@ NAMES = list(LENGTHS) if GPU else ["empty_batch", "all_empty", "zero_q", "zero_k
 WIDTHS = [1, 96, 256, 1500] if GPU else [12]
 
 
-def both(call, leaves):
-    """Outputs and gradients of kernel and reference; equal bits wanted for copies."""
-    results = []
-    for kind in ("triton", "reference"):
-        inputs = [x.detach().requires_grad_() for x in leaves]
-        with backend.force(kind):
-            outs = call(*inputs)
-            outs = outs if isinstance(outs, tuple) else (outs,)
-            torch.manual_seed(1)
-            seeds = [torch.randn(o.shape, device=DEVICE).to(o.dtype) for o in outs]
-            results.append([*outs, *torch.autograd.grad(outs, inputs, seeds)])
-    return results
+def run(kind, call, leaves, dtype=None):
+    """Outputs and gradients of one implementation; seeds are rounded to `dtype`, by default that of the leaves."""
+    inputs = [x.detach().requires_grad_() for x in leaves]
+    with backend.force(kind):
+        outs = call(*inputs)
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        torch.manual_seed(1)
+        seeds = [torch.randn(o.shape, device=DEVICE).to(dtype or o.dtype).to(o.dtype) for o in outs]
+        return [*outs, *torch.autograd.grad(outs, inputs, seeds)]
 
 
 def rows(count, *tail, dtype):
@@ -46,7 +43,7 @@ def test_copies_have_the_bits_of_the_reference(name, width, dtype, poisoned_empt
         (lambda x, y: op.concat_jagged(x, y, starts, more)[0], [x, y]),
         (lambda z: op.split_jagged(z, starts, more, total), [torch.cat([x, y])]),
     ]:
-        for a, b in zip(*both(call, leaves), strict=True):
+        for a, b in zip(run("triton", call, leaves), run("reference", call, leaves), strict=True):
             assert torch.equal(a, b)
 
 
@@ -65,11 +62,10 @@ def test_sums_and_products_match_the_reference(name, width, dtype, poisoned_empt
         (lambda x: op.gather_rows(x, index), [x]),
         (lambda x, w: op.jagged_dense_bmm(x, w, starts, max_length=size), [x, weight]),
     ]:
-        got, plain = both(call, leaves)
-        exact = both(call, [leaf.double() for leaf in leaves])[1] if GPU else plain
-        seeds_differ = dtype != torch.float32  # 16-bit seeds round; compare with the plain result instead
-        for a, b, c in zip(got, exact, plain, strict=True):
-            close_to(a, c.double() if seeds_differ else b, c)
+        got, plain = (run(kind, call, leaves) for kind in ("triton", "reference"))
+        exact = run("reference", call, [leaf.double() for leaf in leaves], dtype)
+        for triple in zip(got, exact, plain, strict=True):
+            close_to(*triple)
 
 
 @pytest.mark.gpu
@@ -79,7 +75,11 @@ def test_rows_behind_the_end_bad_indices_and_truncation(poisoned_empty):
     assert bool((op.padded_to_jagged(rows(2, 4, 64, dtype=torch.bfloat16), starts, 10)[7:] == 0).all())
     assert torch.equal(op.broadcast_add(x, rows(2, 64, dtype=torch.bfloat16), starts)[7:], x[7:])
     assert torch.equal(op.jagged_to_padded(x, starts, 2)[1], x[3:5])
-    assert bool((op.gather_rows(x, torch.tensor([-1, 10], device=DEVICE)) == 0).all())
+    leaf = x.clone().requires_grad_()
+    out = op.gather_rows(leaf, torch.tensor([-1, 10, 3, 1 << 40], device=DEVICE))
+    assert bool((out[[0, 1, 3]] == 0).all()) and torch.equal(out[2], x[3])
+    (grad,) = torch.autograd.grad(out, leaf, torch.ones_like(out))
+    assert bool((grad[3] == 1).all()) and float(grad.float().sum()) == 64
 
 
 @pytest.mark.gpu
@@ -93,14 +93,24 @@ def test_padding_beyond_2_to_the_31_elements():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_wide_dtypes_take_the_reference(dtype):
+    """fp32 and fp64 rows on a GPU run the reference unless a test forces the kernel."""
+    x, starts = rows(10, 64, dtype=dtype), offsets([3, 7], DEVICE)
+    weight = rows(2, 64, 24, dtype=dtype)
+    got = op.jagged_dense_bmm(x, weight, starts, max_length=7)
+    torch.testing.assert_close(got, torch.cat([x[:3] @ weight[0], x[3:] @ weight[1]]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
 def test_same_bits_every_run_and_no_sync():
     x, index = rows(500, 128, dtype=torch.bfloat16), torch.randint(0, 500, (4000,), device=DEVICE)
     starts = offsets([100, 0, 400], DEVICE)
     calls = [(lambda x: op.gather_rows(x, index), [x]),
              (lambda x, d: op.broadcast_add(x, d, starts), [x, rows(3, 128, dtype=torch.bfloat16)])]
     for call, leaves in calls:
-        first = both(call, leaves)[0]
-        assert all(torch.equal(a, b) for a, b in zip(first, both(call, leaves)[0], strict=True))
+        first, second = (run("triton", call, leaves) for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
         leaf = [x.detach().requires_grad_() for x in leaves]
         torch.cuda.set_sync_debug_mode("error")
         try:

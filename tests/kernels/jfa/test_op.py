@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from opengem.kernels import backend
 from opengem.kernels.jfa import reference
 from opengem.kernels.jfa.op import PairBias, RelativeBias, jagged_flash_attention
 from tests.kernels import grid
@@ -212,9 +213,9 @@ def _inputs(**changes):
     ({"q": torch.zeros(4, 3, 8)}, {}, "multiple"),
     ({"q_offsets": torch.tensor([0.0, 4.0])}, {}, "q_offsets must be int32 or int64"),
     ({"kv_offsets": grid.offsets([4])}, {}, "expected 3 offsets as in q_offsets, got 2"),
-    ({"q_offsets": grid.offsets([1, 2])}, {}, "q has 4 rows, offsets start at 0 and end at 3"),
-    ({"q_offsets": torch.tensor([0, 5, 4])}, {"max_q": 9}, "must not decrease"),
-    ({}, {"max_q": 2}, "max_q is 2, but sample 1 has 3 rows"),
+    ({"q_offsets": grid.offsets([1, 2])}, {}, "q has 4 rows, q_offsets run from 0 to 3"),
+    ({"q_offsets": torch.tensor([0, 5, 4])}, {"max_q": 9}, "lengths from -1 to 5"),
+    ({}, {"max_q": 2}, r"lengths from 1 to 3 \(sample 1\), wanted 0 to 2 \(max_q\)"),
     ({}, {"window": (-2, 0)}, "window must be"),
     ({}, {"scale": 0.0}, "scale must be a positive number"),
     ({}, {"bias": torch.zeros(2, 3)}, "bias must be PairBias"),
@@ -238,3 +239,15 @@ def test_65536_samples_of_one_row():
     v = torch.randn(65536, 1, 8)
     offsets = torch.arange(65537)
     assert torch.equal(jagged_flash_attention(v, v, v, offsets, max_q=1), v)
+
+
+@pytest.mark.parametrize(("capability", "facts", "wanted"), [
+    ((9, 0), {}, "gluon"), ((9, 0), {"bias": "pair"}, "triton"), ((9, 0), {"head_dim": 96}, "triton"),
+    ((9, 0), {"step": "backward"}, "triton"), ((10, 0), {}, "triton"), ((9, 0), {"dtype": torch.float32}, "reference"),
+    ((8, 0), {}, "reference"),
+])
+def test_the_table_sends_what_tma_reads_on_hopper_to_gluon(monkeypatch, capability, facts, wanted):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(backend, "_capability", lambda index: capability)
+    facts = {"dtype": torch.bfloat16, "head_dim": 128, "bias": "none", "step": "forward"} | facts
+    assert backend.implementation("jfa", torch.device("cuda", 0), **facts) == wanted

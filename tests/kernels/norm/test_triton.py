@@ -5,7 +5,8 @@ import torch
 
 from opengem.kernels import backend
 from opengem.kernels.mx.op import quantize_mx
-from tests.kernels.interpret import DEVICE, DTYPES, GPU, close_to, needs_kernels
+from tests.kernels.aot import compile_ahead
+from tests.kernels.interpret import DEVICE, DTYPES, GPU, capture, close_to, needs_kernels
 from tests.kernels.norm.test_op import OURS, leaves
 
 SHAPES = [(1, 64), (33, 384), (5, 1000), (7, 1024), (3000, 256), (2, 8192)] if GPU else [(1, 8), (33, 40), (5, 64)]
@@ -42,7 +43,8 @@ def test_matches_the_reference(shape, kind, affine, residual, dtype, poisoned_em
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-@pytest.mark.parametrize("shape", [(1, 64), (33, 384), (70, 1000), (64, 2048)] if GPU else [(33, 40), (64, 70)])
+@pytest.mark.parametrize(
+    "shape", [(1, 64), (33, 384), (70, 1000), (64, 2048), (40, 8192)] if GPU else [(33, 40), (64, 70), (35, 300)])
 def test_fused_quantisation_equals_quantising_the_kernel_output(shape, kind, dtype, poisoned_empty):
     """Same tile arithmetic, so the same row statistics up to the order of a sum: a rounding may differ, rarely."""
     x, r, w, b = (p.detach().to(DEVICE) for p in leaves(*shape, True, dtype))
@@ -76,10 +78,7 @@ def test_same_bits_every_run_no_sync_and_graph(kind):
     for a, c in zip(first, run(OURS[kind], (x, r, w, b), True, seeds, "triton"), strict=True):
         assert torch.equal(a, c)
     eager, eager_mx = OURS[kind](x, w, b), OURS[kind](x, w, b, quantize="e4m3")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = OURS[kind](x, w, b)
-        mx = OURS[kind](x, w, b, quantize="e4m3")
+    graph, (y, mx) = capture(lambda: (OURS[kind](x, w, b), OURS[kind](x, w, b, quantize="e4m3")))
     graph.replay()
     assert torch.equal(y, eager) and torch.equal(mx.scale, eager_mx.scale)
     compiled = torch.compile(lambda x, w, b: OURS[kind](x, w, b), fullgraph=True)(x, w, b)
@@ -93,3 +92,18 @@ def test_beyond_2_to_the_31_elements():
     y = OURS["rms"](x)
     assert torch.equal(y[-40:], OURS["rms"](x[-40:].clone()))
     assert float(y[:-40].abs().amax()) == 0
+
+
+@pytest.mark.parametrize(("kernel", "constants", "options"), [
+    ("_forward_mx", {"CHUNK": 256, "STAGES": 2}, {"num_warps": 8, "maxnreg": 128}),
+    ("_backward", {"ROWS": 2, "WIDTH": 1024, "STAGES": 3}, {"num_warps": 8}),
+])
+def test_compiles_ahead_of_time_with_loads_under_way(kernel, constants, options):
+    wide = ["weight", "bias", "mean_out", "rstd_out", "mean_in", "rstd_in", "grad_weight", "grad_bias"]
+    types = {**dict.fromkeys(["x", "residual", "total", "grad", "grad_total", "grad_x"], "*bf16"),
+             **dict.fromkeys(wide, "*fp32"), "data": "*fp8e4nv", "scale": "*u8", "rows": "i32", "width": "i32",
+             "eps": "fp32"}
+    flags = dict.fromkeys(["CENTERED", "RESIDUAL", "WEIGHT", "BIAS"], True)
+    found = compile_ahead(f"opengem.kernels.norm.triton:{kernel}", types, flags | constants, aligned=("width",),
+                          **options)
+    assert "cp.async" in found["ptx"] and found["spill_bytes"] == 0

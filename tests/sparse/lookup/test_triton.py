@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
+
+import opengem
 
 aot = pytest.importorskip("tests.kernels.aot")
 MODULE = "opengem.sparse.lookup.triton"
@@ -45,3 +50,15 @@ def test_other_kernels_compile():
     assert found["spill_bytes"] == 0 and "st.global.v4" in found["ptx"]
     found = compiled("combine_kernel", 256, "*bf16", AHEAD=16, CUT=128, OPTIMISER="adam", ROUND=True)
     assert found["spill_bytes"] == 0
+
+
+def test_no_kernel_guards_a_load_with_and():
+    """Triton evaluates both sides of `and` and `or`: a load there needs a mask, or it reads what the guard forbids."""
+    root, seen = Path(opengem.__file__).parent, 0
+    for path in [*root.rglob("triton.py"), *root.rglob("gluon*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list):
+                seen += 1
+                operations = [n for n in ast.walk(node) if isinstance(n, ast.BoolOp)]
+                assert not [ast.unparse(n) for n in operations if "load(" in ast.unparse(n)], f"{path.name} {node.name}"
+    assert seen > 40

@@ -1,0 +1,39 @@
+"""Launches that skip what Triton repeats on every call: binding the arguments and finding the compiled kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import cache
+
+import torch
+
+_compiled: dict[tuple, tuple] = {}  # (compiled, kernel): an id stays that of one kernel while the kernel lives
+
+
+def launch(kernel, grid: tuple[int, int, int], key: Hashable, arguments: tuple, constants: tuple, warps: int = 4,
+           stages: int = 3) -> None:
+    """`kernel[grid](*arguments, *constants)`, quickly from the second call with an equal `key` on.
+
+    `key` tells apart what Triton specialises on: the device, dtypes, alignment of pointers and those integers (strides)
+    that are not `do_not_specialize`. None takes the slow way.
+    """
+    place = id(kernel), key, constants, warps, stages
+    if place in _compiled:
+        _compiled[place][0][grid](*arguments, *constants)
+        return
+    compiled = kernel[grid](*arguments, *constants, num_warps=warps, num_stages=stages)
+    if key is not None and compiled is not None:  # Triton's interpreter compiles nothing
+        _compiled[place] = compiled, kernel
+
+
+def aligned(*tensors) -> bool:
+    """Whether every tensor starts at a multiple of 16 bytes, as kernels are specialised for."""
+    address = 0
+    for x in tensors:
+        address |= x.data_ptr()
+    return address % 16 == 0
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

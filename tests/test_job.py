@@ -1,0 +1,91 @@
+"""What a job refuses, and that its checkpoint fits it whatever the data set lacks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from opengem import checkpoint
+from opengem.config import StreamConfig
+from opengem.data.schema import Schema
+from opengem.data.store import Writer
+from opengem.errors import UserError
+from opengem.job import build, open_run
+from opengem.train import train
+from tests import small
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return small.write(tmp_path_factory.mktemp("small") / "data")
+
+
+def _without_histories(folder):
+    r, rows = np.random.default_rng(0), 200
+    user, candidate = r.integers(0, small.USERS, rows), r.integers(0, small.ITEMS, rows)
+    columns = {"user": user, "timestamp": np.linspace(0, 990_000, rows).astype(np.int64), "member": user}
+    columns |= {"candidate": candidate, "hour": np.zeros(rows, np.float32), "popularity": np.zeros(rows, np.float32)}
+    columns |= {"click": (candidate % 2).astype(np.float32), "convert": np.zeros(rows, np.float32)}
+    with Writer(folder, replace(small.SCHEMA, streams=())) as writer:
+        writer.write_events({}, [f"u{i}" for i in range(small.USERS)])
+        writer.write_samples(columns)
+    return folder
+
+
+def test_a_data_set_without_histories_trains_and_its_checkpoint_loads(tmp_path):
+    """Parameters that no loss reaches had no optimiser state, so the checkpoint lacked keys that loading asks for."""
+    folder, run = _without_histories(tmp_path / "data"), tmp_path / "run"
+    train(small.config(steps=3), folder, run, with_baselines=False)
+    assert open_run(run, folder).step == 0
+    assert all(p.grad is None for p in open_run(run, folder).model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "named"),
+    [
+        ("optim", {"task_weights": {"clik": 2.0}}, "'clik'.*'click'"),
+        ("model", {"streams": (StreamConfig(dim=16), StreamConfig("vew", dim=16))}, "'vew'.*'view'"),
+    ],
+)
+def test_a_name_the_data_set_does_not_have_is_refused(data, section, change, named):
+    config = small.config()
+    config = replace(config, **{section: replace(getattr(config, section), **change)})
+    with pytest.raises(UserError, match=named):
+        build(config, Schema.load(data))
+
+
+def test_a_checkpoint_of_swapped_inputs_is_refused_though_every_shape_fits(data, tmp_path):
+    """Two dense features in another order have the same tensors and another meaning."""
+    config = replace(small.config(), data=replace(small.config().data, optional_features=("*",)))
+    job = build(config, Schema.load(data))
+    saved = checkpoint.save(tmp_path, 1, job.state("{}"), keep=1)
+    features = (*small.SCHEMA.features[:2], *reversed(small.SCHEMA.features[2:]))
+    with pytest.raises(UserError, match="other inputs or labels"):
+        build(config, replace(small.SCHEMA, features=features)).restore(saved)
+    assert build(config, small.SCHEMA).restore(saved) == "{}"
+
+
+def test_a_checkpoint_of_a_deeper_model_is_refused(data, tmp_path):
+    config = small.config()
+    saved = checkpoint.save(tmp_path, 1, build(config, Schema.load(data)).state("{}"), keep=1)
+    shallow = replace(config, model=replace(config.model, layers=1))
+    with pytest.raises(UserError, match="another model"):
+        build(shallow, Schema.load(data)).restore(saved)
+
+
+def test_tables_of_a_later_pass_depend_on_the_seed(data):
+    """The second pass started from the same tables whatever `train.seed` was."""
+    from opengem.train import Progress, _batches
+
+    rows = []
+    for seed in (3, 4):
+        job = build(small.config(seed=seed), Schema.load(data))
+        job.total_steps = 1
+        loader = job.loader(data, "train", training=True)
+        loader.load_state_dict(loader.state_dict() | {"row": loader.num_rows})
+        next(_batches(job, loader, Progress(None, None)))
+        rows.append(job.embeddings.state_dict()["weight"]["item"].clone())
+    assert not torch.equal(*rows)
