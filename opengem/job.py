@@ -19,8 +19,7 @@ from opengem.data.schema import Schema
 from opengem.data.store import Events
 from opengem.errors import UserError
 from opengem.loss import multi_task_loss
-from opengem.model.cast import cast_parameters
-from opengem.model.gem import GEM, stream_config
+from opengem.model.gem import GEM, cast_parameters, stream_config
 from opengem.optim import clip_gradients, dense_optimizer, rate
 from opengem.sparse.collection import EmbeddingCollection
 
@@ -47,9 +46,8 @@ class Job:
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Logits `[B]` by label, of a batch on the job's device."""
-        half = self.dtype != torch.float32
-        with torch.autocast(self.device.type, self.dtype, enabled=half):
-            parameters = cast_parameters(self.model, self.dtype) if half else {}
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            parameters = cast_parameters(self.model, self.dtype) if self.dtype != torch.float32 else {}
             return functional_call(self.model, parameters, (batch, self.embeddings(batch)))
 
     def loss(self, logits: dict[str, Tensor], batch: Batch) -> Tensor:

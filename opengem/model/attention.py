@@ -25,7 +25,7 @@ from opengem.kernels.jfa import cost as jfa_cost
 from opengem.kernels.jfa.op import jagged_flash_attention
 from opengem.kernels.norm.op import layer_norm, rms_norm
 from opengem.kernels.rope.op import apply_rope, rope_tables
-from opengem.model.interaction import TokenMix, every, mix_tokens
+from opengem.model.interaction import TokenMix, mix_tokens
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,9 @@ class ContextAttention(nn.Module):
         """summary: `[B, num_summary, model dim]`."""
         q = self.query(x.values).unflatten(1, (self.heads, -1))
         k, v = self.context(summary)
-        offsets = every(self.num_kv, x.batch_size, x.device)
-        scale = (self.dim // self.heads) ** -0.5
+        offsets = torch.arange(0, x.batch_size * self.num_kv + 1, self.num_kv, device=x.device)
         out = gdpa(q, k, v, x.offsets, offsets, max_q=x.max_length, max_kv=self.num_kv, activation=self.activation,
-                   scale=scale)
+                   scale=(self.dim // self.heads) ** -0.5)
         return x.with_values(rms_norm(self.out(out.flatten(1)), residual=x.values)[0])
 
     def context(self, summary: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,7 +176,8 @@ class SeedPooling(nn.Module):
     def forward(self, x: Jagged, candidate: Tensor) -> Tensor:
         """candidate: `[B, model dim]`."""
         k, v = self.key_value(x.values).unflatten(1, (2, self.heads, -1)).unbind(1)
-        q = self.query(layer_norm(self.asked(candidate)))  # [B, seeds, d]
+        scale, shift = self.condition(candidate)[:, None].chunk(2, dim=2)
+        q = self.query(layer_norm(torch.addcmul(shift, self.seed.to(scale.dtype), 1 + scale)))  # [B, seeds, d]
         averaging, counting = q.split([self.seeds - self.counting, self.counting], 1)
         parts = []
         if averaging.shape[1]:
@@ -188,13 +188,9 @@ class SeedPooling(nn.Module):
             parts.append((sums.detach().sign() * torch.log1p(sums.abs())).to(q.dtype))
         return self.kron(self.out(torch.cat(parts, 1)))
 
-    def asked(self, candidate: Tensor) -> Tensor:
-        scale, shift = self.condition(candidate)[:, None].chunk(2, dim=2)
-        return torch.addcmul(shift, self.seed.to(scale.dtype), 1 + scale)
-
     def attend(self, op, q: Tensor, k: Tensor, v: Tensor, x: Jagged, **options) -> Tensor:
         samples, count, _ = q.shape
-        offsets = every(count, samples, q.device)
+        offsets = torch.arange(0, samples * count + 1, count, device=q.device)
         flat = q.reshape(samples * count, self.heads, self.dim // self.heads)
         out = op(flat, k, v, offsets, x.offsets, max_q=count, max_kv=x.max_length, **options)
         return out.reshape(samples, count, self.dim)

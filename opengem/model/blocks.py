@@ -22,17 +22,12 @@ from opengem.model.interaction import Gate
 
 @dataclass(frozen=True)
 class StreamState:
-    """One stream inside the model: events `[T, d]`, their layer norm, the angles of their rotary encoding, the tokens
-    last pooled."""
+    """One stream inside the model: events `[T, d]`, their layer norm, their rotary angles, the tokens last pooled."""
 
     events: Jagged
     normed: Jagged
     angles: Rotation | None
     summary: Tensor | None = None  # [B, pooled_tokens + recent_tokens, model dim]
-
-    @classmethod
-    def start(cls, events: Jagged, angles: Rotation | None) -> StreamState:
-        return cls(events, events.map(layer_norm), angles)
 
     def plus(self, update: Jagged) -> StreamState:
         """The sum and its norm are one kernel."""
@@ -57,8 +52,7 @@ class HistorySummary(nn.Module):
     def forward(self, state: StreamState, candidate: Tensor) -> Tensor:
         pooled = self.pooling(state.normed, candidate)
         recent = self.lift(newest(state.events, self.recent))
-        summary = self.gate(torch.cat([pooled, recent], 1))
-        return summary * self.opening.to(summary.dtype)
+        return self.gate(torch.cat([pooled, recent], 1)) * self.opening.to(pooled.dtype)
 
     def flops(self, lengths: list[int]) -> int:
         rows = len(lengths)
@@ -73,8 +67,7 @@ def newest(events: Jagged, count: int) -> Tensor:
     exists = row >= events.offsets[:-1, None]
     if events.values.shape[0] == 0:
         return events.values.new_zeros(*row.shape, events.values.shape[1])
-    found = events.values.index_select(0, row.clamp(min=0).flatten()).unflatten(0, row.shape)
-    return found * exists[..., None]
+    return events.values.index_select(0, row.clamp(min=0).flatten()).unflatten(0, row.shape) * exists[..., None]
 
 
 class StreamLayer(nn.Module):

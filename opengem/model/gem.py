@@ -134,7 +134,8 @@ class GEM(nn.Module):
             log_gap = torch.log1p(view.gap / self.config.time_scale_s)
             angles = rotation(view.history, log_gap, config.dim // config.heads, positions=self.config.rope,
                               time=self.config.time_encoding)
-            states[name] = StreamState.start(tokenizer(batch, embedded, view), angles)
+            events = tokenizer(batch, embedded, view)
+            states[name] = StreamState(events, events.map(layer_norm), angles)
         return states, counts
 
     def num_parameters(self) -> int:
@@ -157,3 +158,27 @@ class GEM(nn.Module):
             total.update(layer.flops(lengths, rows))
         total["heads"] = sum(head.flops(rows) for head in self.heads.values())
         return dict(total)
+
+
+def cast_parameters(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Name -> float32 parameter in `dtype`, for `functional_call`: all by one launch each way, not two a parameter."""
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    return dict(zip(names, _Cast.apply(dtype, *parameters), strict=True))
+
+
+class _Cast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, dtype: torch.dtype, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(_cast(list(parameters), dtype))
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        wide = iter(_cast([grad.contiguous() for grad in grads if grad is not None], torch.float32))
+        return None, *(None if grad is None else next(wide) for grad in grads)
+
+
+def _cast(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    out = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+    torch._foreach_copy_(out, tensors)
+    return out

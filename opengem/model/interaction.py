@@ -33,11 +33,6 @@ def mix_tokens(weight: Tensor, x: Tensor) -> Tensor:
     return torch.bmm(weight.expand(x.shape[0], -1, -1), x)
 
 
-def every(count: int, samples: int, device: torch.device) -> Tensor:
-    """Offsets of samples that all have `count` >= 1 rows."""
-    return torch.arange(0, count * samples + 1, count, device=device)
-
-
 class Gate(nn.Module):
     """`x * sigmoid(W x)`: lets a layer silence what it does not need (InterFormer, arXiv 2411.09852)."""
 
@@ -75,8 +70,7 @@ class WukongExpert(nn.Module):
     """One Wukong layer (arXiv 2403.02545): `[B, n, d]` to `[B, fm_tokens + linear_tokens, d]`.
 
     A factorisation machine X Xᵀ Y with learned Y `[n, rank]`, computed as X (Xᵀ Y), goes through an MLP to `fm_tokens`
-    tokens; a linear compression gives the others; both are added to the compressed input and normalised. The three maps
-    along the token axis are one product.
+    tokens; a linear compression gives the others; both are added to the compressed input and normalised.
     """
 
     def __init__(self, tokens: int, dim: int, fm_tokens: int, linear_tokens: int, rank: int, hidden: int) -> None:
@@ -94,12 +88,11 @@ class WukongExpert(nn.Module):
         linear = F.pad(self.linear.weight, (0, 0, self.fm_tokens, 0)) + self.shortcut.weight
         if not self.fm_tokens:
             return layer_norm(mix_tokens(linear, x))
-        mixed = mix_tokens(torch.cat([linear, self.project.weight]), x)
+        mixed = mix_tokens(torch.cat([linear, self.project.weight]), x)  # all maps along the token axis at once
         fm, linear, projected = mixed.split([self.fm_tokens, *self.rows], 1)
         products = x @ projected.transpose(1, 2)  # [B, n, rank]
         hidden = F.gelu(self.inner(layer_norm(products.flatten(1))))
-        fm = fm + self.outer(hidden).unflatten(1, (self.fm_tokens, self.dim))
-        return layer_norm(torch.cat([fm, linear], 1))
+        return layer_norm(torch.cat([fm + self.outer(hidden).unflatten(1, fm.shape[1:]), linear], 1))
 
     def flops(self, rows: int) -> int:
         total = self.shortcut.flops(rows, self.dim)
@@ -157,7 +150,7 @@ class CrossLayerAttention(nn.Module):
         (samples, n, dim), m = x.shape, earlier.shape[1]
         q = self.query(x).reshape(samples * n, self.heads, dim // self.heads)
         k, v = self.key_value(earlier).reshape(samples * m, 2, self.heads, dim // self.heads).unbind(1)
-        rows = (every(count, samples, x.device) for count in (n, m))
+        rows = (torch.arange(0, samples * count + 1, count, device=x.device) for count in (n, m))
         out = jagged_flash_attention(q, k, v, *rows, max_q=n, max_kv=m)
         return torch.addcmul(x, self.gate.to(x.dtype), self.out(out.reshape(samples, n, dim)).to(x.dtype))
 

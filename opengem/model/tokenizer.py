@@ -84,9 +84,8 @@ class NumberEncoding(nn.Module):
 
 @dataclass(frozen=True)
 class EventView:
-    """The visible events of one stream: timestamps with their offsets, the sample of each event and its position there
-    (int64 `[T]`), seconds from event to request (float32 `[T]`), and 1 where the event has the candidate's id (float32
-    `[T, pairs]`)."""
+    """The visible events of one stream: timestamps with their offsets, sample and position of each event (int64 `[T]`),
+    seconds from event to request (float32 `[T]`), 1 where the event has the candidate's id (float32 `[T, pairs]`)."""
 
     history: Jagged
     row: Tensor
@@ -106,10 +105,8 @@ class EventTokenizer(nn.Module):
         self.stream = stream
         self.pairs = matches(stream, features) if config.match else []
         self.ids, self.bits = attribute_kinds(stream, "id"), attribute_kinds(stream, "bits")
-        paired = torch.tensor([self.ids.index(a) for a, _ in self.pairs], dtype=torch.int64)
-        decay = torch.tensor([0.0, *(-1 / (days * DAY) for days in DECAYS_DAYS)])  # plain, then by half-life
-        self.register_buffer("paired", paired, persistent=False)
-        self.register_buffer("decay", decay, persistent=False)
+        self.register_buffer("paired", torch.tensor([self.ids.index(a) for a, _ in self.pairs]).long(), False)
+        self.register_buffer("decay", torch.tensor([0.0, *(-1 / (days * DAY) for days in DECAYS_DAYS)]), False)
         self.dense = attribute_kinds(stream, "dense")
         numbers = (len(self.dense) + 2) * hats(torch.zeros(()), self.STEP).shape[0]
         width = len(self.ids) * embedding_dim + numbers + sum(a.rows for a in self.bits) + 2 * len(self.pairs)
@@ -181,7 +178,7 @@ class FeatureTokenizer(nn.Module):
         self.dense = [f for f in features if f.kind == "dense"]
         self.bits = [f for f in features if f.kind == "bits"]
         item = [i for i, f in enumerate(self.ids) if f.role == "item"]
-        self.register_buffer("item", torch.tensor(item, dtype=torch.int64), persistent=False)
+        self.register_buffer("item", torch.tensor(item).long(), False)
         self.embedding_dim = embedding_dim
         self.numbers = NumberEncoding(len(self.dense) + num_counts, embedding_dim)
         self.bit_vectors = nn.ModuleList(nn.Linear(f.rows, embedding_dim) for f in self.bits)
@@ -191,7 +188,7 @@ class FeatureTokenizer(nn.Module):
         self.mix = TokenMix(self.count, config.num_feature_tokens - 1)
         self.inner = nn.Linear(self.count * embedding_dim, config.expert_hidden)
         self.outer = nn.Linear(config.expert_hidden, config.dim)
-        self.candidate = nn.Linear(max(1, len(item)) * embedding_dim, config.dim)
+        self.candidate = nn.Linear(max(1, len(self.item)) * embedding_dim, config.dim)
 
     def forward(self, batch: Batch, embedded: Embedded, counts: list[Tensor]) -> tuple[Tensor, Tensor]:
         """(tokens `[B, num_feature_tokens, dim]`, candidate `[B, dim]`)."""

@@ -9,13 +9,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from opengem.config import SparseConfig
 from opengem.data.batch import Batch, Embedded
@@ -83,10 +82,7 @@ class IdReader:
         self.bad = torch.full((2,), -1, device=device)  # slot (-1: none) and id
 
     def __call__(self, batch: Batch) -> tuple[list[Jagged | Tensor | None], Tensor, Tensor]:
-        """(input of each slot, its slot number int64 [N] of every id, row in its table int64 [N] of every id).
-
-        The input of a slot the batch does not hold is None.
-        """
+        """(input of each slot, or None where the batch has none; int64 [N] slot of every id; [N] row in its table)."""
         inputs = [(batch.sequences if slot.sequence else batch.features).get(slot.key) for slot in self.slots]
         counts = [0 if x is None else _values(x).shape[0] for x in inputs]
         ids = torch.cat([_values(x) for x in inputs if x is not None] or [self.rows.new_empty(0)])
@@ -146,12 +142,12 @@ class Leaves:
             if x is not None:
                 leaf = (pool(part, x) if slot.pooled else part).detach()
                 self.parts.append((slot, x, leaf.requires_grad_(torch.is_grad_enabled())))
-        self.embedded = Embedded(
-            sequences={slot.key: x.with_values(leaf) for slot, x, leaf in self.parts if slot.sequence},
-            features={slot.key: leaf for slot, _, leaf in self.parts if not slot.sequence},
-        )
+        sequences = {slot.key: x.with_values(leaf) for slot, x, leaf in self.parts if slot.sequence}
+        features = {slot.key: leaf for slot, _, leaf in self.parts if not slot.sequence}
+        self.embedded = Embedded(sequences, features)
 
-    def per_id(self) -> Tensor:
+    @cached_property
+    def grads(self) -> Tensor:
         """float32 `[N, dim]`: the gradient of each looked-up vector; zero where the model did not use it."""
         grads = [self.empty]
         for slot, x, leaf in self.parts:
@@ -244,15 +240,13 @@ class EmbeddingCollection:
 
     def finite(self) -> Tensor:
         """0-dim bool on the device: whether every gradient since the last step is finite, on every process."""
-        grads = [leaf.grad for _, leaves in self.pending for *_, leaf in leaves.parts]
-        grads = [grad for grad in grads if grad is not None and grad.numel()]
-        largest = get_total_norm(grads, math.inf) if grads else torch.zeros((), device=self.reader.device)
-        return self.router.agree(largest.isfinite())
+        total = sum((leaves.grads.sum() for _, leaves in self.pending), torch.zeros((), device=self.reader.device))
+        return self.router.agree(total.isfinite())
 
     def step(self, lr: float) -> None:
         """Exact row-wise Adagrad on the rows looked up since the last call, from the leaves' `.grad`."""
         if self.pending:
-            arrived = [self.router.grads(route, leaves.per_id()) for route, leaves in self.pending]
+            arrived = [self.router.grads(route, leaves.grads) for route, leaves in self.pending]
             rows, grads = (torch.cat(parts) for parts in zip(*arrived, strict=True))
             self.storage.update(rows, grads, lr)
             if self.config.check_replicas:

@@ -71,8 +71,9 @@ class Tables:
         weight -= lr * grad / (sqrt(moment) + eps). Rows not named stay as they are. N = 0 is a no-op.
         """
         self.updates += 1
-        state, order, options = {"moment": self.moment}, op.sort_rows(self.weight, rows), {"rounding": self.rounding}
-        op.update(self.weight, state, order, grads, self.optimiser, lr=lr, step=self.updates, **options)
+        order = op.sort_rows(self.weight, rows)
+        op.update(self.weight, {"moment": self.moment}, order, grads, self.optimiser, lr=lr, step=self.updates,
+                  rounding=self.rounding)
 
     def num_bytes(self) -> int:
         """Persistent bytes of rows and state."""

@@ -148,7 +148,8 @@ def test_full_layer_is_context_then_self_attention(lengths):
     first.summary, first.context, second.attention = full.summary, full.context, full.attention
     summary = torch.randn(len(lengths), SMALL.num_summary, SMALL.dim)
     candidate = torch.randn(len(lengths), SMALL.dim)
-    state = StreamState.start(history(lengths), None)
+    x = history(lengths)
+    state = StreamState(x, x.map(layer_norm), None)
     step = first(first.pool(state, candidate), summary)
     kept = second.pool(step, candidate)
     assert kept.summary is step.summary
