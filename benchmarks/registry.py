@@ -11,7 +11,7 @@ from torch import Tensor
 
 from opengem.errors import UserError
 
-OPS = ("jfa", "gdpa", "block", "norm", "rope", "jagged_ops", "sparse")
+OPS = ("jfa", "gdpa", "block", "norm", "rope", "jagged_ops")
 
 
 @dataclass(frozen=True)

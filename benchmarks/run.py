@@ -39,13 +39,18 @@ def kernels(op: str, out: Path | None, peers: bool, only: tuple[str, ...] = (), 
     for case in chosen:
         for row in run_case(case, device, peers, seed):
             rows.append(row | facts)
-            print(describe(rows[-1]), flush=True)
-            if out is not None:
-                out.parent.mkdir(parents=True, exist_ok=True)
-                with open(out, "a") as file:
-                    file.write(json.dumps(rows[-1]) + "\n")
+            record(rows[-1], describe(rows[-1]), out)
         torch.cuda.empty_cache()
     return rows
+
+
+def record(row: dict, line: str, out: Path | None) -> None:
+    """Print `line` and append the row to `out` as JSON."""
+    print(line, flush=True)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with open(out, "a") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 def run_case(case: Case, device: torch.device, peers: bool, seed: int = 0) -> list[dict]:

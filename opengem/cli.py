@@ -37,7 +37,7 @@ HELP = """usage: opengem COMMAND ...
   predict RUN --data DIR --out FILE.parquet
                                   write a probability per sample and task
   report RUN [OTHER ...]          write one self-contained HTML page; several runs are compared
-  bench kernels --op OP [--peers] [--out FILE.jsonl]
+  bench kernels --op OP | bench sparse [--peers] [--out FILE.jsonl]
                                   time kernels and their peers on this GPU
   doctor                          versions, devices, which kernel runs where, what is missing
 
@@ -100,11 +100,11 @@ class Report:
 
 @dataclass(frozen=True)
 class Bench:
-    """Time the cases of one op and, with --peers, the libraries it is compared with, in one process on this GPU."""
+    """Time kernels or embedding tables and, with --peers, what they are compared with, in one process on this GPU."""
 
-    what: tyro.conf.Positional[Literal["kernels"]]
-    op: str
-    """op folder, for example jfa"""
+    what: tyro.conf.Positional[Literal["kernels", "sparse"]]
+    op: str = ""
+    """op folder, for example jfa (kernels only)"""
     peers: bool = False
     """also time the peers that are installed"""
     case: tuple[str, ...] = ()
@@ -213,9 +213,14 @@ def _report(arguments: list[str]) -> None:
 
 def _bench(arguments: list[str]) -> None:
     options = _parse(Bench, arguments, "opengem bench")
-    from benchmarks import run as bench
+    if options.what == "sparse":
+        from benchmarks.kernels import sparse
 
-    bench.kernels(options.op, options.out, options.peers, options.case)
+        sparse.run(options.out, options.peers, options.case or tuple(sparse.CASES))
+    else:
+        from benchmarks import run as bench
+
+        bench.kernels(options.op, options.out, options.peers, options.case)
 
 
 def _doctor(arguments: list[str]) -> None:

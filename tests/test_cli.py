@@ -41,6 +41,7 @@ def data(tmp_path_factory):
         (["report", "/no/run"], ["/no/run", "no run folder"]),
         (["data", "syntetic", "--out", "x"], ["syntetic", "synthetic"]),
         (["bench", "kernels", "--op", "nonsense"], ["bench"]),
+        (["bench", "sparse", "--case", "nonsense"], ["bench sparse"]),
         (["doctor", "now"], ["'now'"]),
         (["train", "tiny", "--train.seed", "-1"], ["train.seed = -1", "2^63"]),
         (["train", "tiny", "--train.dtype", "fp8"], ["train.dtype = 'fp8'", "bfloat16"]),

@@ -9,7 +9,6 @@ as done ahead, as the input pipeline can.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.run import ceilings, environment
+from benchmarks.run import ceilings, environment, record
 from opengem.errors import UserError
 from opengem.sparse import noise
 from opengem.sparse.lookup import cost, op
@@ -273,11 +272,7 @@ def run(out: Path | None, peers: bool, only: tuple[str, ...] = ("gem_fp32_rows.5
             for part, moved in (("fwd", fwd_bytes), ("bwd", bwd_bytes)):
                 row[f"{part}_tflops"], row[f"{part}_gbs"] = None, moved / row[f"{part}_ms"] / 1e6
             rows.append(row | facts)
-            print(describe(rows[-1]), flush=True)
-            if out is not None:
-                out.parent.mkdir(parents=True, exist_ok=True)
-                with open(out, "a") as file:
-                    file.write(json.dumps(rows[-1]) + "\n")
+            record(rows[-1], describe(rows[-1]), out)
         del groups
     return rows
 

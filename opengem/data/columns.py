@@ -71,11 +71,6 @@ class Column:
             return np.int32 if self.rows <= 2**31 else np.int64
         return np.int64 if self.kind in INTEGER_KINDS else np.float32
 
-    @property
-    def arrow_type(self) -> pa.DataType:
-        plain = pa.from_numpy_dtype(self.dtype)
-        return pa.list_(plain) if self.listed else plain
-
     def check(self, values: np.ndarray, place: Callable[[int], str]) -> None:
         """Raise UserError at the first illegal value; `place(i)` tells where value `i` came from."""
         if self.kind == "time" or not len(values):

@@ -166,8 +166,10 @@ class Schema:
             raise UserError(f"{folder} has no schema.json, so it is no OpenGEM data set; use `opengem data import`")
         try:
             raw = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
+        except ValueError as error:  # also bytes that are no UTF-8
             raise UserError(f"{path} is not valid JSON: {error}") from error
+        if not isinstance(raw, dict):
+            raise UserError(f"{path}: wanted a JSON object, got {type(raw).__name__}; see docs/data.md for the layout")
         return cls.from_dict(raw, str(path))
 
     @classmethod

@@ -65,6 +65,7 @@ def test_bad_files(tmp_path):
     good = {"format": 1, **json.loads(json.dumps(dataclasses.asdict(SCHEMA)))}
     cases = {
         "is not valid JSON": "{",
+        "wanted a JSON object, got NoneType": "null",
         "format 2, this version reads format 1": json.dumps({**good, "format": 2}),
         "unexpected keyword argument 'colour'": json.dumps({**good, "colour": "red"}),
         "'labels'": json.dumps({k: v for k, v in good.items() if k != "labels"}),
