@@ -1,4 +1,4 @@
-"""For many nodes: 7 billion dense parameters, histories of up to 8,192 events."""
+"""For many nodes: 7.4 billion dense parameters, histories of up to 8,192 events."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from opengem.config import Config, DataConfig, ModelConfig, OptimConfig, SparseC
 
 
 def recipe() -> Config:
-    """Eight layers of width 1,024; about 760 GFLOP forward with four streams of 4,096 to 512 events."""
+    """Eight layers of width 1,024; about 876 GFLOP forward with four streams of 4,096 to 512 events."""
     return Config(
         name="large",
         data=DataConfig(batch_size=65_536, eval_batch_size=128),

@@ -1,4 +1,4 @@
-"""For a node of GPUs: 1.5 billion dense parameters, histories of up to 4,096 events."""
+"""For a node of GPUs: 1.7 billion dense parameters, histories of up to 4,096 events."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from opengem.config import Config, DataConfig, ModelConfig, OptimConfig, SparseC
 
 
 def recipe() -> Config:
-    """Eight layers of width 512; about 90 GFLOP forward with three streams of 2,048, 1,024 and 512 events."""
+    """Eight layers of width 512; about 104 GFLOP forward with three streams of 2,048, 1,024 and 512 events."""
     return Config(
         name="medium",
         data=DataConfig(batch_size=4096, eval_batch_size=512),

@@ -1,4 +1,4 @@
-"""For one GPU: 60 million dense parameters, histories of up to 1,024 events."""
+"""For one GPU: 67 million dense parameters, histories of up to 1,024 events."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from opengem.config import Config, DataConfig, ModelConfig, OptimConfig, SparseC
 
 
 def recipe() -> Config:
-    """Four layers of width 256; about 2.5 GFLOP forward for a sample with two streams of 512 and 256 events."""
+    """Four layers of width 256; about 3 GFLOP forward for a sample with two streams of 512 and 256 events."""
     return Config(
         name="small",
         data=DataConfig(batch_size=1024, eval_batch_size=1024),
