@@ -10,7 +10,7 @@ OPENGEM := $(BIN)/python -m opengem
 # Without an NVIDIA GPU a CPU build of torch is enough. Set TORCH to another requirement, or PIP_EXTRA_INDEX_URL and the
 # like, to take it from elsewhere.
 ifeq ($(shell command -v nvidia-smi 2>/dev/null),)
-TORCH ?= torch==2.13.0 triton==3.7.1
+TORCH ?= torch==2.13.0 $(if $(filter Linux,$(shell uname)),triton==3.7.1)
 else
 TORCH ?= torch>=2.11
 endif

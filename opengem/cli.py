@@ -252,8 +252,11 @@ def _parse(target: Any, arguments: list[str], program: str, default: Any = None)
         if not stop.code:
             raise
         raise UserError(f"{program}: {_one_line(said.getvalue())}; see `{program} --help`") from None
+    if unknown and not unknown[0].startswith("-"):
+        raise UserError(f"{program}: {unknown[0]!r} belongs to no flag; a switch takes no value: --x.y or --x.no-y")
     if unknown:
-        raise UserError(f"{program}: no flag {unknown[0]!r}; {_nearest(unknown[0], _flags(target, program, keywords))}")
+        wanted = re.sub(r"^--no-(\w+)\.", r"--\1.no-", unknown[0])  # how tyro spells a switch of a section
+        raise UserError(f"{program}: no flag {unknown[0]!r}; {_nearest(wanted, _flags(target, program, keywords))}")
     return result
 
 

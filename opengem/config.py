@@ -74,6 +74,17 @@ class SparseConfig:
     """epsilon of row-wise Adagrad"""
     dtype: str = "float32"
     """of stored rows: float32, bfloat16 or float16 (16-bit rows are rounded stochastically)"""
+
+    def __post_init__(self) -> None:
+        _one_of("sparse.dtype", self.dtype, ("float32", "bfloat16", "float16"))
+        for name, low in {"dim": 1, "max_rows": 0, "init_std": 0.0, "lr": 0.0, "eps": 0.0}.items():
+            _at_least(f"sparse.{name}", getattr(self, name), low)
+
+
+@dataclass(frozen=True)
+class ShardedSparseConfig(SparseConfig):
+    """Embedding tables over several processes (`sparse.sharded.shard`)."""
+
     fully_shard: bool = False
     """split each copy of the tables over the mesh's sparse_replica ranks"""
     reads: str = "rows"
@@ -87,11 +98,10 @@ class SparseConfig:
     """most bytes of rows gathered at a time where fully sharded tables are read by chunks"""
 
     def __post_init__(self) -> None:
-        _one_of("sparse.dtype", self.dtype, ("float32", "bfloat16", "float16"))
+        super().__post_init__()
         _one_of("sparse.replicas", self.replicas, ("exact", "average"))
         _one_of("sparse.reads", self.reads, ("rows", "chunks"))
-        for name, low in {"chunk_mb": 1, "dim": 1, "max_rows": 0, "init_std": 0.0, "lr": 0.0, "eps": 0.0}.items():
-            _at_least(f"sparse.{name}", getattr(self, name), low)
+        _at_least("sparse.chunk_mb", self.chunk_mb, 1)
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,8 @@ def data(tmp_path_factory):
         (["data", "syntetic", "--out", "x"], ["syntetic", "synthetic"]),
         (["bench", "kernels", "--op", "nonsense"], ["bench"]),
         (["bench", "sparse", "--case", "nonsense"], ["bench sparse"]),
+        (["train", "tiny", "--no-train.progress"], ["--no-train.progress", "did you mean --train.no-progress?"]),
+        (["train", "tiny", "--train.progress", "False"], ["'False'", "--x.no-y"]),
         (["doctor", "now"], ["'now'"]),
         (["train", "tiny", "--train.seed", "-1"], ["train.seed = -1", "2^63"]),
         (["train", "tiny", "--train.dtype", "fp8"], ["train.dtype = 'fp8'", "bfloat16"]),

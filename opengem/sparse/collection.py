@@ -201,14 +201,16 @@ class EmbeddingCollection:
     features: the sample features that are model inputs; every id attribute of the streams is an input as well.
     Tables larger than `config.max_rows` (when > 0) are hashed to that many rows by modulo.
     router, storage: where the rows are; left out, all are on this device. `sharded.shard` makes them for a mesh.
+    check_replicas: compare all copies of the tables after every step.
     Over several processes every method but `check`, `collisions` and `num_bytes` is collective: all ranks call it
     alike, with however many samples each of them has.
     """
 
     def __init__(self, schema: Schema, features: list[Feature], config: SparseConfig, device: torch.device | str,
-                 seed: int, router: LocalRouter | None = None, storage: Tables | None = None) -> None:
+                 seed: int, router: LocalRouter | None = None, storage: Tables | None = None,
+                 check_replicas: bool = False) -> None:
         self.slots = slots_of(schema, features, config.max_rows)
-        self.dim, self.config = config.dim, config
+        self.dim, self.config, self.check_replicas = config.dim, config, check_replicas
         self.reader = IdReader(self.slots, device)
         self.rows = table_rows(self.slots)
         whole = pieces_of(self.rows)
@@ -249,7 +251,7 @@ class EmbeddingCollection:
             arrived = [self.router.grads(route, leaves.grads) for route, leaves in self.pending]
             rows, grads = (torch.cat(parts) for parts in zip(*arrived, strict=True))
             self.storage.update(rows, grads, lr)
-            if self.config.check_replicas:
+            if self.check_replicas:
                 self.storage.assert_equal()
         self.discard()
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from opengem import mesh
-from opengem.config import SparseConfig
+from opengem.config import ShardedSparseConfig
 from opengem.data.batch import Batch
 from opengem.data.schema import Feature, Label, Schema, Stream
 from opengem.jagged import Jagged
@@ -143,8 +143,8 @@ def one_process(steps: int, **options) -> tuple[list[float], dict]:
     return train(collection, 0, 1, steps), copy(collection.state_dict())
 
 
-def config(**options) -> SparseConfig:
-    return SparseConfig(dim=DIM, init_std=0.3, check_replicas=True, **options)
+def config(**options) -> ShardedSparseConfig:
+    return ShardedSparseConfig(dim=DIM, init_std=0.3, check_replicas=True, **options)
 
 
 def make(replicas: int, placement=None, chunk_bytes=0, replicas_option="exact", **options) -> EmbeddingCollection:
