@@ -1,10 +1,13 @@
-"""Compile Triton kernels for an NVIDIA architecture on a machine without a GPU, one subprocess a configuration.
+"""Compile Triton and Gluon kernels for an NVIDIA architecture on a machine without a GPU, in a process of their own.
 
     found = compile_ahead("opengem.kernels.block.triton:_forward", types, constants, capability=90, num_warps=4)
-    assert found["spill_bytes"] == 0 and "wgmma" in found["ptx"]
+    assert_on_tensor_cores(found)
+    first, second = compile_all([job(...), job(...)])  # one process for several
 
-`types` maps argument names to Triton type strings ("*bf16", "i32", "fp32"). Pointers are taken as divisible by 16;
-name further arguments (strides) in `aligned`. A compiler abort ends only the subprocess and raises CompileError.
+`types` maps argument names, or patterns of them, to Triton type strings ("*bf16", "i32", "fp32"); the first that fits
+counts. A tensor descriptor is its dtype and box, "bf16[64,128]", with the default layout. Pointers are taken as
+divisible by 16; `aligned` holds patterns of further such arguments (strides). Constants a kernel lacks are left out.
+A compiler abort ends only the subprocess and raises CompileError.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ import re
 import subprocess
 import sys
 import tempfile
+from fnmatch import fnmatchcase
+from pathlib import Path
 
 SHARED_LIMIT = 227 * 1024  # bytes of shared memory one CTA may use on sm_90 and sm_100
 
@@ -24,53 +29,89 @@ class CompileError(AssertionError):
     """The compiler subprocess failed; the message ends with its standard error."""
 
 
-def compile_ahead(kernel: str, types: dict[str, str], constants: dict, *, capability: int = 90,
-                  aligned: tuple[str, ...] = (), timeout: int = 300, python: str = sys.executable, **options) -> dict:
-    """Compile `module:function`; returns ptx, registers, spill_bytes, shared (bytes), warps. options: num_warps, ..."""
-    request = {"kernel": kernel, "types": types, "constants": constants, "capability": capability,
-               "aligned": list(aligned), "options": options}
+def job(kernel: str, types: dict[str, str], constants: dict, *, capability: int = 90, aligned: tuple[str, ...] = (),
+        **options) -> dict:
+    """What `compile_all` takes: kernel is `module:function`; options are num_warps, num_stages, ..."""
+    return {"kernel": kernel, "types": types, "constants": constants, "capability": capability, "aligned": aligned,
+            "options": options}
+
+
+def compile_all(jobs: list[dict]) -> list[dict]:
+    """For each job: capability, ptx, registers, spill_bytes, shared (bytes), warps, serialised (wgmma made to wait)."""
     with tempfile.TemporaryDirectory() as cache:
         environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
         environment |= {"TRITON_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"}
-        child = subprocess.run([python, "-m", "tests.kernels.aot"], input=json.dumps(request), capture_output=True,
-                               text=True, env=environment, timeout=timeout)
+        child = subprocess.run([sys.executable, "-m", "tests.kernels.aot"], input=json.dumps(jobs), text=True,
+                               capture_output=True, env=environment, timeout=300)
+    found = [json.loads(line) for line in child.stdout.splitlines()]
     if child.returncode:
-        raise CompileError(f"{kernel} for sm_{capability} with {constants} {options}: {child.stderr[-1500:]}")
-    return json.loads(child.stdout.splitlines()[-1])
+        raise CompileError(f"{jobs[len(found):][:1]}: {child.stderr[-1500:]}")
+    return found
 
 
-def _ptxas_usage(ptx: str, capability: int) -> tuple[int, int]:
+def compile_ahead(kernel: str, types: dict[str, str], constants: dict, **how) -> dict:
+    """`compile_all` of one `job`."""
+    return compile_all([job(kernel, types, constants, **how)])[0]
+
+
+def assert_on_tensor_cores(found: dict, spill_bytes: int = 0) -> None:
+    """wgmma (sm_90) or tcgen05 (sm_100) and never mma.sync, no more spills than given, and shared memory that fits."""
+    ptx, rest = found["ptx"], {name: value for name, value in found.items() if name != "ptx"}
+    assert {90: "wgmma.mma_async", 100: "tcgen05.mma"}[found["capability"]] in ptx and "mma.sync" not in ptx, rest
+    assert found["spill_bytes"] <= spill_bytes and found["shared"] <= SHARED_LIMIT, rest
+
+
+def _first_fit(patterns: dict[str, str], name: str) -> str:
+    return next(kind for pattern, kind in patterns.items() if fnmatchcase(name, pattern))
+
+
+def _with_layout(kind: str) -> str:
+    if not kind.endswith("]"):
+        return kind
+    from triton.experimental.gluon import language as gl
+
+    dtype, box = kind[:-1].split("[")
+    layout = gl.NVMMASharedLayout.get_default_for([int(n) for n in box.split(",")], gl.dtype(dtype))
+    return f"tensordesc<{kind},{layout!r}>"
+
+
+def _ptxas(ptx: str, capability: int) -> dict:
+    """What a plain `ptxas -v` reports; the flags that Triton adds differ from version to version."""
     from triton import knobs
 
     tool = knobs.nvidia.ptxas_blackwell if capability >= 100 else knobs.nvidia.ptxas
     with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "kernel.ptx")
-        with open(path, "w") as file:
-            file.write(ptx)
-        command = [tool.path, "-v", f"--gpu-name=sm_{capability}a", path, "-o", os.path.join(folder, "kernel.cubin")]
+        path = Path(folder, "kernel.ptx")
+        path.write_text(ptx)
+        command = [tool.path, "-v", f"--gpu-name=sm_{capability}a", path, "-o", path.with_suffix(".cubin")]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
-    return max(registers), sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", log))
+    return {"registers": max(int(n) for n in re.findall(r"Used (\d+) registers", log)),
+            "spill_bytes": sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", log)),
+            "serialised": "C7510" in log or "C7512" in log}
 
 
-def _compile_here(request: dict) -> dict:
+def _compile_here(kernel: str, types: dict, constants: dict, capability: int, aligned: list, options: dict) -> dict:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-    module, name = request["kernel"].split(":")
-    kernel = getattr(importlib.import_module(module), name)
-    types, constants = request["types"], request["constants"]
-    signature = {arg: "constexpr" if arg in constants else types[arg] for arg in kernel.arg_names}
-    pointers = {arg for arg, kind in signature.items() if kind.startswith("*")}
-    aligned = pointers | set(request["aligned"])
-    attributes = {(kernel.arg_names.index(arg),): [["tt.divisibility", 16]] for arg in aligned}
-    compiled = triton.compile(ASTSource(kernel, signature, constants, attributes),
-                              target=GPUTarget("cuda", request["capability"], 32), options=request["options"])
-    registers, spills = _ptxas_usage(compiled.asm["ptx"], request["capability"])
-    return {"registers": registers, "spill_bytes": spills, "shared": compiled.metadata.shared,
-            "warps": compiled.metadata.num_warps, "ptx": compiled.asm["ptx"]}
+    module, function = kernel.split(":")
+    kernel = getattr(importlib.import_module(module), function)
+    missing = {p.name for p in kernel.params if p.is_constexpr} - constants.keys()
+    assert not missing, f"{function} needs {missing}"
+    constants = {arg: value for arg, value in constants.items() if arg in kernel.arg_names}
+    signature = {arg: "constexpr" if arg in constants else _with_layout(_first_fit(types, arg))
+                 for arg in kernel.arg_names}
+    attributes = {(at,): [["tt.divisibility", 16]] for at, (arg, kind) in enumerate(signature.items())
+                  if kind.startswith("*") or any(fnmatchcase(arg, pattern) for pattern in aligned)}
+    source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    compiled = triton.compile(source(kernel, signature, constants, attributes),
+                              target=GPUTarget("cuda", capability, 32), options=options)
+    return {"capability": capability, "shared": compiled.metadata.shared, "warps": compiled.metadata.num_warps,
+            "ptx": compiled.asm["ptx"], **_ptxas(compiled.asm["ptx"], capability)}
 
 
 if __name__ == "__main__":
-    print(json.dumps(_compile_here(json.load(sys.stdin))))
+    for request in json.load(sys.stdin):
+        print(json.dumps(_compile_here(**request)), flush=True)

@@ -6,7 +6,7 @@ import torch
 from opengem.kernels import backend
 from opengem.kernels.block.op import block_attention
 from opengem.kernels.rope.op import apply_rope, rope_tables
-from tests.kernels.aot import SHARED_LIMIT, compile_ahead
+from tests.kernels.aot import assert_on_tensor_cores, compile_ahead
 from tests.kernels.block.test_op import SAME, naive
 from tests.kernels.grid import LENGTHS, fused_views, offsets
 from tests.kernels.interpret import DEVICE, DTYPES, GPU, capture, close_to, needs_kernels
@@ -184,8 +184,7 @@ def test_compiles_ahead_of_time(direction, dim, rope, capability):
     constants = {"BLOCK": 64, "HALF": dim // 2, "ROPE": rope, "INTERLEAVED": False}
     found = compile_ahead(f"opengem.kernels.block.triton:_{direction}", types, constants, capability=capability,
                           aligned=tuple(strides), num_stages=1, **triton.CONFIGS[direction, dim, rope])
-    assert ("wgmma" if capability == 90 else "tcgen05.mma") in found["ptx"] and "mma.sync." not in found["ptx"]
-    assert found["shared"] <= SHARED_LIMIT and found["spill_bytes"] == 0
+    assert_on_tensor_cores(found)
 
 
 def test_naive_truth_agrees_with_the_reference_on_this_device():

@@ -1,0 +1,56 @@
+"""What the compiler makes of the kernels with the tile sizes of `launch.py`, without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels.aot import assert_on_tensor_cores, compile_all, job
+
+pytest.importorskip("triton")
+TYPES = {"partial": "*fp32", "*offsets": "*i64", "schedule": "*i32", "scale": "fp32", "out_elements": "i64"}
+TYPES |= dict.fromkeys(["batch", "list_start", "*_rows", "*_bound", "*_row", "*_head", "H"], "i32") | {"*": "*bf16"}
+STRIDES = ("*_row", "*_head")
+
+
+def portable(dim: int, capability: int) -> list[dict]:
+    """jobs of the Triton kernels that multiply: any number of queries, then at most 64."""
+    from opengem.kernels.gdpa import launch
+
+    jobs, common = [], {"ACT": "gelu_tanh", "FAST": True, "D": dim, "DP": dim, "CHUNK": launch.CHUNK, "RUNS": False}
+    for name in ("wide_fwd", "wide_dq", "wide_dkdv", "narrow_fwd", "narrow_bwd"):
+        narrow = name.startswith("narrow")
+        table = getattr(launch, (name if narrow else name.removeprefix("wide_")).upper())
+        *rows, keys, warps, stages = table[dim]
+        constants = common | {"BM": rows[0] if rows else 32, "BN": keys, "SEEDS": 32 if narrow else 0}
+        jobs.append(job(f"opengem.kernels.gdpa.triton:{name}", TYPES, constants, capability=capability,
+                        aligned=STRIDES, num_warps=warps, num_stages=stages))
+    return jobs
+
+
+def hopper(dim: int) -> list[dict]:
+    """jobs of the Gluon kernels: the forward with keys that stay for a whole sample, dq, dk and dv."""
+    from opengem.kernels.gdpa import launch
+
+    forward = {"BN": launch.GLUON_KEYS, "STAGES": launch.GLUON_STAGES, "Q_STAGES": launch.GLUON_STAGES,
+               "RESIDENT": True}
+    dq, dkdv = ({"BN": tile, "STAGES": depth, "KEYS": keys} for (tile, depth), keys in (
+        (launch.GLUON_DQ, False), (launch.GLUON_DKDV, True)))
+    jobs = []
+    for name, constants in (("forward", forward), ("backward", dq), ("backward", dkdv)):
+        boxes = {"[qoa]*_desc": f"bf16[1,1,64,{dim}]", "*_desc": f"bf16[1,1,{constants['BN']},{dim}]"}
+        jobs.append(job(f"opengem.kernels.gdpa.gluon_sm90:{name}", boxes | TYPES,
+                        constants | {"ACT": "gelu_tanh", "D": dim}, aligned=STRIDES, num_warps=4))
+    return jobs
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_compiles_for_the_matrix_unit_without_spills(capability):
+    for found in compile_all(portable(64, capability)):
+        assert_on_tensor_cores(found)
+
+
+def test_hopper_kernels_are_specialised_fed_by_tma_and_do_not_serialise():
+    for found, spill_bytes in zip(compile_all(hopper(128)), (0, 0, 256), strict=True):
+        assert_on_tensor_cores(found, spill_bytes)
+        assert "cp.async.bulk.tensor" in found["ptx"] and "setmaxnreg" in found["ptx"], found["ptx"]
+        assert found["warps"] == 12 and not found["serialised"], found["warps"]
