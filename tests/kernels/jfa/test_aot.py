@@ -25,14 +25,14 @@ def portable(kernel: str, dim: int, *, capability: int = 90, pair: bool = False,
                aligned=("*_stride", "*_head"), num_warps=tile.warps, num_stages=tile.stages)
 
 
-def hopper(kernel: str, dim: int, *, causal: bool = False) -> dict:
+def hopper(kernel: str, dim: int, *, causal: bool = False, keys_own: bool = False) -> dict:
     """job of a Gluon kernel."""
     from opengem.kernels.jfa import gluon_sm90 as forward
     from opengem.kernels.jfa import gluon_sm90_backward as backward
 
     module = forward if kernel == "forward" else backward
     constants = {"GROUP": 1, "HEAD_DIM": dim, "STAGES": module.STAGES[dim], "Q_STAGES": 1, "KEYS": forward.KEYS,
-                 "STREAM": backward.STREAM, "KEYS_OWN": False}
+                 "STREAM": backward.STREAM, "KEYS_OWN": keys_own}
     constants |= dict.fromkeys(["HAS_LEFT", "HAS_BEFORE"], False) | dict.fromkeys(["HAS_RIGHT", "HAS_AFTER"], causal)
     rows = {"q_desc": 64, "stay?_desc": 64, "[kv]_desc": forward.KEYS, "pass?_desc": backward.STREAM}
     types = {name: f"bf16[{count},{dim}]" for name, count in rows.items()} | TYPES
@@ -47,6 +47,7 @@ CASES = {  # name -> (function and arguments that make the job, bytes of spills 
     "triton forward on Blackwell": (portable, ["forward", 128], {"capability": 100}, 0),
     "gluon forward": (hopper, ["forward", 128], {}, 0),
     "gluon dq": (hopper, ["backward", 128], {"causal": True}, 0),
+    "gluon dk, dv": (hopper, ["backward", 64], {"causal": True, "keys_own": True}, 0),
 }
 
 
