@@ -171,6 +171,7 @@ def _train(arguments: list[str]) -> None:
 
     summary = train(config, options.data, options.out, options.resume, options.baselines)
     _print_splits(summary["splits"], summary["baselines"])
+    _print_speed(summary)
     print(f"report: {report.write([options.out])}")
 
 
@@ -286,6 +287,14 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     known = list(known)
     close = difflib.get_close_matches(name, known, 1, 0.5)
     return f"did you mean {close[0]}?" if close else f"known: {', '.join(known[:9])}{' ...' * (len(known) > 9)}"
+
+
+def _print_speed(summary: dict) -> None:
+    from opengem.efficiency.hardware import why_no_mfu
+
+    if summary["useful_tflops"] is not None:
+        mfu = f"E2E MFU {summary['mfu']:.2%}" if summary["mfu"] else why_no_mfu(summary["environment"]["device"])
+        print(f"{summary['samples_per_s']:,.0f} samples/s, {summary['useful_tflops']:.4f} useful TFLOPS; {mfu}")
 
 
 def _print_splits(splits: dict[str, dict], baselines: dict[str, dict]) -> None:

@@ -22,6 +22,8 @@ from opengem.data.batch import Batch
 from opengem.data.labels import base_rates
 from opengem.data.loader import Loader
 from opengem.data.schema import Schema
+from opengem.efficiency.mfu import rates as rates_of
+from opengem.efficiency.mfu import training_flops
 from opengem.errors import NonFiniteError, UserError
 from opengem.evaluate import evaluate_split
 from opengem.job import Job, build
@@ -76,6 +78,7 @@ def train(config: Config, data: Path, out: Path, resume: str = "auto", with_base
         summary |= {"parameters": job.model.num_parameters(), "table_bytes": job.embeddings.num_bytes()}
         summary["lengths"] = progress.lengths
         summary |= log.throughput() | {"environment": environment(job.device)}
+        summary |= _efficiency(job, progress, summary)
         log.finish(summary)
     return summary
 
@@ -181,6 +184,14 @@ def _find_checkpoint(config: Config, out: Path, resume: str) -> Path | None:
 def _refuse_several_processes() -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("WORLD_SIZE > 1: training on several processes is not available in this version; start one")
+
+
+def _efficiency(job: Job, progress: Progress, summary: dict) -> dict:
+    """Useful FLOPs of a sample and what the steady speed makes of them on this device."""
+    histories = {name.removesuffix(".timestamp"): counts for name, counts in progress.lengths.items()}
+    total = training_flops(job.model.flops, histories, progress.samples)
+    each = total / progress.samples if progress.samples else 0.0
+    return {"flops_per_sample": each} | rates_of(each, summary["samples_per_s"], summary["environment"]["device"])
 
 
 def _baselines(config: Config, data: Path, schema: Schema) -> dict:

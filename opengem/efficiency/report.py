@@ -78,6 +78,8 @@ class _Run:
 def _headline(run: _Run) -> str:
     s = run.summary
     tiles = [("samples/s", _number(s.get("samples_per_s"), 0)), ("steps", _number(s.get("steps"), 0))]
+    if s.get("mfu"):
+        tiles.insert(0, ("E2E MFU (attention backward x2)", f"{s['mfu']:.1%}"))
     for split, tasks in s.get("splits", {}).items():
         for task, m in tasks.items():
             tiles += [(f"{split} NE, {task}", _number(m["ne"])), (f"{split} AUC, {task}", _number(m["auc"]))]
