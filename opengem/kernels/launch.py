@@ -36,4 +36,5 @@ def aligned(*tensors) -> bool:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    """SMs of the device; 1 where there is no GPU (Triton's interpreter)."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -7,13 +7,12 @@ run.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from opengem.kernels.launch import multiprocessors
 from opengem.kernels.mx.triton import quantize_tile
 
 TILE = 8192  # elements of a tile of the forward, with eight warps
@@ -163,11 +162,6 @@ def _backward(grad, grad_total, total, weight, mean_in, rstd_in, grad_x, grad_we
         tl.store(grad_bias + share, tl.sum(bias_share, 0), mask=inside)
 
 
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 def _options(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, centered: bool) -> dict:
     return {"CENTERED": centered, "RESIDUAL": residual is not None, "WEIGHT": weight is not None,
             "BIAS": bias is not None, "WIDTH": triton.next_power_of_2(x.shape[1])}
@@ -222,7 +216,7 @@ def norm_backward(grad: Tensor, grad_total: Tensor | None, total: Tensor, weight
     options = _options(total, grad_total, weight, None, mean.numel() > 0) | {"BIAS": has_bias}
     tile_rows = max(1, BACKWARD_TILE // options["WIDTH"])
     warps = min(max(8, options["WIDTH"] // 256), 16)
-    programs = min(triton.cdiv(rows, tile_rows), BACKWARD_PROGRAMS * 8 // warps * _multiprocessors(total.device))
+    programs = min(triton.cdiv(rows, tile_rows), BACKWARD_PROGRAMS * 8 // warps * multiprocessors(total.device))
     shares = [rstd.new_empty(programs if used else 0, width) for used in (weight is not None, has_bias)]
     if rows:
         _backward[(programs,)](

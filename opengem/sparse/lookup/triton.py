@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from opengem.kernels.launch import multiprocessors
+
 CUT = 128  # positions after which a segment is cut
 SHORT = 4  # longest piece that is reduced together with others
 
@@ -402,8 +404,7 @@ def update(
     tail = (*pieces, pieces[0].shape[0], *scalars)
     options = {"DIM": dim, "BLOCK_D": width, "CUT": CUT, "OPTIMISER": optimiser, "ROUND": weight.dtype != torch.float32}
     lengths = {"SHORT": SHORT, "WEIGHTED": weighted}
-    sms = torch.cuda.get_device_properties(weight.device).multi_processor_count if weight.is_cuda else 1
-    grid = (min(triton.cdiv(count, tile), sms * programs_per_sm),)
+    grid = (min(triton.cdiv(count, tile), multiprocessors(weight.device) * programs_per_sm),)
     update_short_kernel[grid](*state, *inputs, *tail, PIECES=tile, num_warps=num_warps, **lengths, **options)
     positions = _tile(dim, long_elements)[1]
     update_long_kernel[(blocks,)](
