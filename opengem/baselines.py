@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from opengem.data.labels import base_rates, counts
+from opengem.data.labels import base_rates
 from opengem.data.schema import Label, Schema
 from opengem.data.store import Samples
 from opengem.metrics import summarize
@@ -23,12 +23,14 @@ Scores = dict[str, float | int | None]
 
 def compute(
     folder: Path | str, schema: Schema, *, train_split: str = "train", eval_splits: Sequence[str] = ("test",),
-    max_train_rows: int = 2_000_000, seed: int = 0) -> dict[str, dict[str, dict[str, Scores]]]:
+    max_train_rows: int = 2_000_000, seed: int = 0, rates: dict[str, float | None] | None = None
+) -> dict[str, dict[str, dict[str, Scores]]]:
     """baseline -> split -> label -> the figures of `metrics.summarize`, each split scored on all of its rows.
 
     max_train_rows: a larger training split is sampled evenly, without replacement. A conditional label is fitted and
-    scored where its condition is 1. NE takes the base rate of the whole training split. Without scikit-learn: prints
-    how to get it and returns {}. A schema without baselines: {}. Unknown or empty splits raise UserError.
+    scored where its condition is 1. rates: base rates of the whole training split, for NE (default: read here). Without
+    scikit-learn: prints how to get it and returns {}. A schema without baselines: {}. Unknown or empty splits raise
+    UserError.
     """
     if not schema.baselines:
         return {}
@@ -39,7 +41,7 @@ def compute(
     columns = [*inputs, "weight", *(label.name for label in schema.labels)]
     samples = Samples.open(folder, schema, columns=columns)
     train = _sampled(samples, train_split, max_train_rows, seed)
-    rates = base_rates(folder, schema, train_split)
+    rates = rates or base_rates(folder, schema, train_split)
     scores = {baseline.name: {split: {} for split in eval_splits} for baseline in schema.baselines}
     models = {
         (baseline.name, label.name): _fit(baseline.kind, baseline.features, train, label, seed)
@@ -50,7 +52,7 @@ def compute(
         rows = samples.read(*samples.split(split))
         for baseline in schema.baselines:
             for label in schema.labels:
-                counted = counts(label, rows)
+                counted = label.counts(rows)
                 predictions = models[baseline.name, label.name](_matrix(rows, baseline.features)[counted])
                 scores[baseline.name][split][label.name] = summarize(
                     predictions, rows[label.name][counted], rows["weight"][counted], rates[label.name]
@@ -75,7 +77,7 @@ def _fit(kind: str, features: Sequence[str], rows: dict[str, np.ndarray], label:
 
     A label y in [0, 1] counts as a positive of weight y and a negative of weight 1 - y, as in the model's loss.
     """
-    counted = counts(label, rows)
+    counted = label.counts(rows)
     inputs, target, weight = _matrix(rows, features)[counted], rows[label.name][counted], rows["weight"][counted]
     inputs, classes = np.concatenate([inputs, inputs]), np.repeat([1, 0], len(target))
     weight = np.concatenate([weight * target, weight * (1 - target)])

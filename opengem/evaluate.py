@@ -10,7 +10,6 @@ import torch
 
 from opengem.data.batch import Batch
 from opengem.data.files import writable
-from opengem.data.labels import counts
 from opengem.errors import NonFiniteError, UserError
 from opengem.job import Job
 from opengem.metrics import calibration_curve, summarize
@@ -47,16 +46,14 @@ def evaluate_split(
     """
     loader = job.loader(folder, split, training=progressive)
     scored = (score_progressively if progressive else score)(job, loader)
-    kept = [
-        (batch.weights, batch.labels, chances) for batch, chances in scored
-    ]  # without the histories, which are large
+    kept = [(batch.weights, batch.labels, chances) for batch, chances in scored]  # not the histories: they are large
     weights = torch.cat([weights for weights, _, _ in kept]).numpy()
     names = [label.name for label in job.schema.labels]
     labels = {name: torch.cat([labels[name] for _, labels, _ in kept]).numpy() for name in names}
     results = {}
     for label in job.schema.labels:
         predictions = torch.cat([chances[label.name] for _, _, chances in kept]).numpy()
-        counted = counts(label, labels)
+        counted = label.counts(labels)
         scored_rows = (predictions[counted], labels[label.name][counted], weights[counted])
         results[label.name] = summarize(*scored_rows, rates[label.name])
         results[label.name]["calibration_curve"] = calibration_curve(*scored_rows)

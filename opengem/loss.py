@@ -7,6 +7,7 @@ so that moving samples between ranks never changes the gradient.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -22,13 +23,8 @@ def task_weights(batch: Batch, labels: Sequence[Label], esmm: bool = False) -> d
     A conditional label counts where its condition is 1; under ESMM it counts everywhere. An unknown label (NaN, null in
     the data) counts nowhere.
     """
-    weights = {}
-    for label in labels:
-        counts = ~batch.labels[label.name].isnan()
-        if label.given and not esmm:
-            counts &= batch.labels[label.given] == 1
-        weights[label.name] = batch.weights * counts
-    return weights
+    counted = [replace(label, given="") if esmm else label for label in labels]
+    return {label.name: batch.weights * label.counts(batch.labels) for label in counted}
 
 
 def multi_task_loss(

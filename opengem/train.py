@@ -22,8 +22,7 @@ from opengem.data.batch import Batch
 from opengem.data.labels import base_rates
 from opengem.data.loader import Loader
 from opengem.data.schema import Schema
-from opengem.efficiency.mfu import rates as rates_of
-from opengem.efficiency.mfu import training_flops
+from opengem.efficiency import mfu
 from opengem.errors import NonFiniteError, UserError
 from opengem.evaluate import evaluate_split
 from opengem.job import Job, build
@@ -74,7 +73,7 @@ def train(config: Config, data: Path, out: Path, resume: str = "auto", with_base
                 checkpoint.save(log.folder / "checkpoints", job.step, state, config.train.keep_checkpoints)
         summary = {"recipe": config.name, "data": schema.name, "steps": job.step, "base_rates": rates}
         summary["splits"] = {name: evaluate_split(job, data, name, rates) for name in config.data.eval_splits}
-        summary["baselines"] = _baselines(config, data, schema) if with_baselines else {}
+        summary["baselines"] = _baselines(config, data, schema, rates) if with_baselines else {}
         summary |= {"parameters": job.model.num_parameters(), "table_bytes": job.embeddings.num_bytes()}
         summary["lengths"] = progress.lengths
         summary |= log.throughput() | {"environment": environment(job.device)}
@@ -85,7 +84,7 @@ def train(config: Config, data: Path, out: Path, resume: str = "auto", with_base
 
 @dataclass
 class Progress:
-    """Where the run stands: sums since the last logged line and since the start, samples and tokens seen."""
+    """Where the run stands: sums since the last logged line and before it, samples and tokens seen."""
 
     window: Meter
     total: Meter
@@ -96,9 +95,7 @@ class Progress:
     lengths: dict[str, list[int]] = field(default_factory=dict)  # stream -> number of samples by history length
 
     def add(self, logits: dict[str, Tensor], batch: Batch) -> None:
-        detached = {name: value.detach() for name, value in logits.items()}
-        self.window.add(detached, batch)
-        self.total.add(detached, batch)
+        self.window.add({name: value.detach() for name, value in logits.items()}, batch)
 
     def count(self, batch: Batch) -> None:
         """Samples and history tokens of a batch that is still on the host."""
@@ -116,6 +113,7 @@ class Progress:
         line |= {"timestamp": int(batch.timestamps.max()) if batch.batch_size else None}
         line |= {"loss": float(loss.detach()), "grad_norm": float(norm), "lr": job.optimizer.param_groups[0]["lr"]}
         line["padding_avoided"] = 1 - self.tokens / self.padded_tokens if self.padded_tokens else 0.0
+        self.total.sums += self.window.sums
         line |= {"tasks": _tasks(self.window, rates), "tasks_total": _tasks(self.total, rates)}
         self.window.reset()
         return line
@@ -189,14 +187,14 @@ def _refuse_several_processes() -> None:
 def _efficiency(job: Job, progress: Progress, summary: dict) -> dict:
     """Useful FLOPs of a sample and what the steady speed makes of them on this device."""
     histories = {name.removesuffix(".timestamp"): counts for name, counts in progress.lengths.items()}
-    total = training_flops(job.model.flops, histories, progress.samples)
+    total = mfu.training_flops(job.model.flops, histories, progress.samples)
     each = total / progress.samples if progress.samples else 0.0
-    return {"flops_per_sample": each} | rates_of(each, summary["samples_per_s"], summary["environment"]["device"])
+    return {"flops_per_sample": each} | mfu.rates(each, summary["samples_per_s"], summary["environment"]["device"])
 
 
-def _baselines(config: Config, data: Path, schema: Schema) -> dict:
+def _baselines(config: Config, data: Path, schema: Schema, rates: dict[str, float | None]) -> dict:
     splits = {"train_split": config.data.train_split, "eval_splits": config.data.eval_splits}
-    return baselines.compute(data, schema, **splits, seed=config.train.seed)
+    return baselines.compute(data, schema, **splits, seed=config.train.seed, rates=rates)
 
 
 def _explain(job: Job, loss: Tensor, norm: Tensor, batch: Batch, out: Path) -> str:

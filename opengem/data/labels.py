@@ -1,4 +1,4 @@
-"""Where a label counts, and how often it is 1: shared by evaluation and baselines."""
+"""How often a label is 1: the constant that NE is measured against, the same for the model and its baselines."""
 
 from __future__ import annotations
 
@@ -6,16 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from opengem.data.schema import Label, Schema
+from opengem.data.schema import Schema
 from opengem.data.store import Samples
 
 ROWS_AT_ONCE = 1 << 20
-
-
-def counts(label: Label, labels: dict[str, np.ndarray]) -> np.ndarray:
-    """bool `[N]`: the rows on which `label` counts, those where it is known (not NaN) and its condition is 1."""
-    known = ~np.isnan(labels[label.name])
-    return known & (labels[label.given] == 1) if label.given else known
 
 
 def base_rates(folder: Path | str, schema: Schema, split: str) -> dict[str, float | None]:
@@ -27,7 +21,7 @@ def base_rates(folder: Path | str, schema: Schema, split: str) -> dict[str, floa
     for start in range(first, last, ROWS_AT_ONCE):
         columns = samples.read(start, min(start + ROWS_AT_ONCE, last))
         for label in schema.labels:
-            counted = counts(label, columns)
+            counted = label.counts(columns)
             weight = columns["weight"][counted].astype(np.float64)
             mass[label.name] += float(weight.sum())
             total[label.name] += float((weight * columns[label.name][counted]).sum())

@@ -88,6 +88,14 @@ class Label:
     name: str
     given: str = ""
 
+    def counts(self, labels: dict):
+        """bool `[N]`: where it counts, that is where it is known (not NaN) and its condition is 1.
+
+        labels: name -> `[N]` of all labels, numpy arrays or tensors.
+        """
+        known = labels[self.name] == labels[self.name]  # NaN alone differs from itself
+        return known & (labels[self.given] == 1) if self.given else known
+
 
 @dataclass(frozen=True)
 class Baseline:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from opengem.data.labels import base_rates, counts
+from opengem.data.labels import base_rates
 from opengem.data.schema import Label, Schema
 from opengem.data.store import Samples
 from tests import small
@@ -13,8 +13,8 @@ from tests import small
 
 def test_unknown_and_unconditioned_rows_do_not_count():
     labels = {"click": np.array([1, 1, 0, np.nan]), "convert": np.array([1, np.nan, 0, 0])}
-    assert counts(Label("click"), labels).tolist() == [True, True, True, False]
-    assert counts(Label("convert", given="click"), labels).tolist() == [True, False, False, False]
+    assert Label("click").counts(labels).tolist() == [True, True, True, False]
+    assert Label("convert", given="click").counts(labels).tolist() == [True, False, False, False]
 
 
 def test_base_rates_are_weighted_means_of_one_split(tmp_path, monkeypatch):
