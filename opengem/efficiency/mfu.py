@@ -33,3 +33,16 @@ def rates(flops_per_sample: float, samples_per_s: float | None, device: str) -> 
     tflops = flops_per_sample * samples_per_s / 1e12 if samples_per_s else None
     peak = bf16_peak(device)
     return {"useful_tflops": tflops, "mfu": tflops / peak if tflops is not None and peak else None}
+
+
+def local(rows: list[dict], peak_tflops: float | None) -> float | None:
+    """Local MFU (a fraction): the mean of each layer's own MFU, weighted by its share of the FLOPs.
+
+    rows: one a layer, `flops` forward and `ms` of forward and backward together; rows without FLOPs do not count.
+    None where the peak is not known. Source: the definition of Meta's GEM article.
+    """
+    total = sum(row["flops"] for row in rows)
+    if not peak_tflops or not total:
+        return None
+    each = [(row["flops"], 3 * row["flops"] / (row["ms"] * 1e9 * peak_tflops)) for row in rows if row["flops"]]
+    return sum(flops / total * own for flops, own in each)

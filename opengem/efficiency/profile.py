@@ -34,10 +34,11 @@ def phases(job) -> dict[str, tuple[object, str]]:
     }  # fmt: skip
 
 
-def measure(job, batch: Batch, warmup: int = 5, steps: int = 10) -> dict:
+def measure(job, batch: Batch, warmup: int = 5, steps: int = 10, layers_of: Callable | None = None) -> dict:
     """Profile training steps of `job` on `batch`, which is on the job's device.
 
     warmup: steps before anything is measured (compilation, caches). steps: timed steps, without the profiler.
+    layers_of: history lengths -> the model's layers, for a model that is not a `GEM` (default: `layers.parts`).
     Times are milliseconds; `rows` are one a layer, and one for each other part of the step.
     """
     job.model.train()
@@ -46,9 +47,9 @@ def measure(job, batch: Batch, warmup: int = 5, steps: int = 10) -> dict:
         job.learn(job.loss(job.forward(batch), batch))
 
     lengths = history_lengths(batch)
-    layers = parts(job.model, lengths)
     for _ in range(warmup):
         step()
+    layers = layers_of(lengths) if layers_of else parts(job.model, lengths)
     times = timed(step, steps, job.device)
     with ranged(job.model, layers, phases(job)) as ranges:
         found = traced(step, ranges, job.device)
