@@ -12,6 +12,7 @@ import gc
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from unittest.mock import patch
@@ -25,7 +26,7 @@ from opengem.config import Config
 from opengem.data import synthetic
 from opengem.data.batch import Batch
 from opengem.data.schema import Schema
-from opengem.efficiency import mfu, profile
+from opengem.efficiency import profile
 from opengem.job import Job, build
 from opengem.kernels import backend
 from opengem.loss import Meter
@@ -35,7 +36,7 @@ from recipes import medium
 MODEL = "opengem.model"
 STREAM = dict(users=512, samples=16_384, lengths="lognormal(2650)", max_length=4096, streams=3, items=1 << 20,
               base_rate=0.3, strength=3.0)  # fmt: skip
-HEADROOM = 0.92
+LIMIT = 1024
 
 
 @dataclass(frozen=True)
@@ -119,10 +120,11 @@ def measure(config: Config, data: Path, techniques: tuple[str, ...], samples: in
         print(f"{name}: built", flush=True)
         row |= _quality(job, data, samples, size)
         print(f"{name}: NE {row['ne']:.4f}", flush=True)
-        batch = _largest(job, data, size) if device.type == "cuda" else next(_batches(job, data, size))
+        sized = partial(_batch, job, data)
+        batch = profile.largest_batch(job, sized, size, LIMIT) if device.type == "cuda" else sized(size)
         result = profile.measure(job, batch, warmup=2, steps=6, layers_of=layers_of)
     row |= summary(result)
-    row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+    row["peak_gib"] = result["peak_bytes"] and result["peak_bytes"] / 2**30
     del job, batch
     torch._dynamo.reset()
     gc.collect()
@@ -132,15 +134,13 @@ def measure(config: Config, data: Path, techniques: tuple[str, ...], samples: in
 
 def summary(result: dict) -> dict:
     """The columns of a row that a profile gives."""
-    samples_per_s = 1e3 * result["samples"] / result["step_ms"]
     times = sorted(result["step_times_ms"])
-    found = mfu.rates(result["flops"] / result["samples"], samples_per_s, result["device"])
     return {
-        "samples_per_s": samples_per_s, "tokens_per_s": 1e3 * result["tokens"] / result["step_ms"],
+        "samples_per_s": result["samples_per_s"], "tokens_per_s": result["tokens_per_s"],
         "batch": result["samples"], "tokens": result["tokens"], "step_ms": result["step_ms"],
         "spread": (times[-1] - times[0]) / result["step_ms"], "busy_ms": result["busy_ms"],
-        "tflop_per_step": result["flops"] / 1e12, "useful_tflops": found["useful_tflops"], "e2e_mfu": found["mfu"],
-        "local_mfu": mfu.local(result["rows"], result["peak_tflops"]),
+        "tflop_per_step": result["flops"] / 1e12, "useful_tflops": result["useful_tflops"],
+        "local_mfu": result["local_mfu"], "e2e_mfu": result["e2e_mfu"],
     }  # fmt: skip
 
 
@@ -160,6 +160,10 @@ def _batches(job: Job, data: Path, size: int) -> Iterator[Batch]:
         yield batch.to(job.device, non_blocking=True)
 
 
+def _batch(job: Job, data: Path, size: int) -> Batch:
+    return next(_batches(job, data, size))
+
+
 def _quality(job: Job, data: Path, samples: int, size: int) -> dict:
     """Progressive NE of the first label: every batch is predicted, then learned from."""
     meter = Meter(job.schema.labels, job.device)
@@ -171,32 +175,6 @@ def _quality(job: Job, data: Path, samples: int, size: int) -> dict:
             raise RuntimeError("non-finite loss or gradient")
     weight, loss, label, _ = meter.read()[job.schema.labels[0].name]
     return {"ne": loss / weight / entropy(label / weight), "ne_samples": samples, "ne_batch": size}
-
-
-def _largest(job: Job, data: Path, size: int) -> Batch:
-    """A batch as large as fits: from what a batch of `size` leaves free, then smaller until a step succeeds."""
-
-    def step(batch: Batch) -> None:
-        job.learn(job.loss(job.forward(batch), batch))
-
-    total = torch.cuda.get_device_properties(job.device).total_memory
-    fixed = torch.cuda.memory_allocated()
-    fixed += 8 * sum(p.numel() for p in job.model.parameters())  # gradients, 16-bit copies of parameters and gradients
-    each = max(1.0, torch.cuda.max_memory_allocated() - fixed) / size
-    count = max(8, int((HEADROOM * total - fixed) / each) // 8 * 8)
-    while count >= 8:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        try:
-            batch = next(_batches(job, data, count))
-            step(batch)
-            return batch
-        except torch.OutOfMemoryError:
-            batch = None
-            job.optimizer.zero_grad(set_to_none=True)
-            job.embeddings.discard()
-            count = int(0.9 * count) // 8 * 8
-    raise RuntimeError("not even 8 samples fit")
 
 
 def describe(row: dict) -> str:

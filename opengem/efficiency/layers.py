@@ -8,6 +8,7 @@ forward made them, so a layer owns the numbers that were given out while it ran.
 from __future__ import annotations
 
 import contextlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import wraps
@@ -18,6 +19,7 @@ from torch.profiler import record_function
 
 PREFIX = "opengem/"
 STEP = f"{PREFIX}step"
+OTHER = "other"
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,13 @@ def parts(model: nn.Module, lengths: dict[str, list[int]]) -> list[Part]:
 
 @dataclass
 class Ranges:
-    """Which autograd sequence numbers each range gave out: (first, past the last, range), inner ones after outer."""
+    """Which autograd sequence numbers each range gave out: (first, past the last, range), inner ones before outer.
+
+    active: the ranges that are open now, outer first.
+    """
 
     spans: list[tuple[int, int, str]] = field(default_factory=list)
+    active: list[str] = field(default_factory=list)
 
     def wrap(self, name: str, function: Callable) -> Callable:
         """`function` inside the range `name`."""
@@ -62,12 +68,31 @@ class Ranges:
         @wraps(function)
         def inside(*args, **kwargs):
             first = torch.autograd._get_sequence_nr()
+            self.active.append(name)
             with record_function(PREFIX + name):
                 result = function(*args, **kwargs)
+            self.active.pop()
             self.spans.append((first, torch.autograd._get_sequence_nr(), name))
             return result
 
         return inside
+
+    def numbers(self) -> tuple[list[int], list[str]]:
+        """Sequence numbers at which the owner changes, and the owner from there on; the innermost range wins."""
+        edges = sorted({edge for first, end, _ in self.spans for edge in (first, end)})
+        owner = dict.fromkeys(edges, OTHER)
+        outer_first = self.spans[::-1]
+        for first, end, name in sorted(outer_first, key=lambda span: span[0] - span[1]):  # widest first, ties kept
+            for edge in edges:
+                if first <= edge < end:
+                    owner[edge] = name
+        return edges, [owner[edge] for edge in edges]
+
+
+def owner_of(number: int, edges: list[int], names: list[str]) -> str:
+    """The range that gave out a sequence number, by what `Ranges.numbers` returned."""
+    at = bisect_right(edges, number) - 1
+    return names[at] if at >= 0 else OTHER
 
 
 @contextlib.contextmanager

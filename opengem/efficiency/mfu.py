@@ -1,31 +1,14 @@
-"""Useful FLOPs of a run and its E2E MFU: useful FLOPs of real samples / (time x dense bf16 peak).
+"""E2E MFU = Local MFU x Scaling Ratio.
 
-Useful: padding, recomputation, element-wise work and embedding look-ups count 0; attention counts what its mask lets
-through; a training step is three forwards.
+E2E MFU: useful FLOPs of real samples / (time x GPUs x dense bf16 peak). Local MFU: each layer alone on one GPU, without
+recomputation or communication, weighted by its share of the FLOPs. Scaling Ratio: what of it survives the rest of the
+step, host gaps and distribution. After the efficiency framework of Meta's GEM article. What is useful: `flops.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+from opengem.efficiency.flops import TRAINING
 from opengem.efficiency.hardware import bf16_peak
-
-
-def training_flops(forward: Callable[[dict[str, list[int]]], dict[str, int]], histories: dict[str, list[int]],
-                   samples: int) -> int:
-    """Useful FLOPs of training on `samples` samples.
-
-    forward: `GEM.flops`, which is a sum over samples and streams. histories: stream -> number of samples by history
-    length, index 0 first; so the count costs one call a distinct length, however long the run was.
-    """
-    empty = {stream: [0] for stream in histories}
-    base = sum(forward(empty).values())
-    total = base * samples
-    for stream, counts in histories.items():
-        for length, count in enumerate(counts):
-            if count and length:
-                total += count * (sum(forward({**empty, stream: [length]}).values()) - base)
-    return 3 * total
 
 
 def rates(flops_per_sample: float, samples_per_s: float | None, device: str) -> dict[str, float | None]:
@@ -36,13 +19,17 @@ def rates(flops_per_sample: float, samples_per_s: float | None, device: str) -> 
 
 
 def local(rows: list[dict], peak_tflops: float | None) -> float | None:
-    """Local MFU (a fraction): the mean of each layer's own MFU, weighted by its share of the FLOPs.
+    """Local MFU (a fraction): the mean of the layers' own MFUs, weighted by their FLOPs; None without a known peak.
 
-    rows: one a layer, `flops` forward and `ms` of forward and backward together; rows without FLOPs do not count.
-    None where the peak is not known. Source: the definition of Meta's GEM article.
+    rows: one a layer; `flops` forward, `ms` forward and backward together. Rows without FLOPs do not count.
     """
-    total = sum(row["flops"] for row in rows)
+    layers = [row for row in rows if row["flops"]]
+    total = sum(row["flops"] for row in layers)
     if not peak_tflops or not total:
         return None
-    each = [(row["flops"], 3 * row["flops"] / (row["ms"] * 1e9 * peak_tflops)) for row in rows if row["flops"]]
-    return sum(flops / total * own for flops, own in each)
+    return sum(row["flops"] / total * of_layer(row, peak_tflops) for row in layers)
+
+
+def of_layer(row: dict, peak_tflops: float) -> float:
+    """MFU (a fraction) of one row of `local`."""
+    return TRAINING * row["flops"] / (row["ms"] * 1e9 * peak_tflops)

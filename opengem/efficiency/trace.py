@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import json
 import tempfile
-from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from opengem.efficiency.layers import PREFIX, STEP, Ranges
+from opengem.efficiency.layers import OTHER, PREFIX, STEP, Ranges, owner_of
 
 ENGINE = "autograd::engine::evaluate_function: "
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 # autograd nodes that are no layer's, by the name of the node
 NODES = {"torch::autograd::AccumulateGrad": "gradients"}
-OTHER = "other"
 
 
 @dataclass(frozen=True)
@@ -64,9 +62,9 @@ def intervals(events: Iterable[dict], ranges: Ranges) -> list[Interval]:
     steps = [node for tree in nodes.values() for node in tree if node.name == STEP]
     if not steps:
         raise ValueError("trace holds no step; run the step inside the range layers.STEP")
-    step, owner_of = max(steps, key=lambda node: node.start), _Owners(ranges)
+    step, owners = max(steps, key=lambda node: node.start), _Owners(ranges)
     kernels = [e for e in events if e.get("cat") in DEVICE]
-    found = _kernels(kernels, nodes, step, owner_of) if kernels else _operations(nodes, step, owner_of)
+    found = _kernels(kernels, nodes, step, owners) if kernels else _operations(nodes, step, owners)
     return sorted(found, key=lambda interval: interval.start)
 
 
@@ -95,7 +93,7 @@ class _Owners:
     """(owner, phase) of a node: the innermost range around it or, in backward, the range its autograd node is from."""
 
     def __init__(self, ranges: Ranges) -> None:
-        self.first, self.names = _by_number(ranges)
+        self.numbers = ranges.numbers()
 
     def __call__(self, node: _Node) -> tuple[str, str]:
         chain = []
@@ -115,43 +113,29 @@ class _Owners:
         kind = node.name[len(ENGINE) :]
         if kind in NODES:
             return NODES[kind]
-        number = node.args.get("Sequence number", -1)
-        at = bisect_right(self.first, number) - 1
-        return self.names[at] if at >= 0 else OTHER
+        return owner_of(node.args.get("Sequence number", -1), *self.numbers)
 
 
-def _by_number(ranges: Ranges) -> tuple[list[int], list[str]]:
-    """Sequence numbers at which the owner changes, and the owner from there on; the innermost range wins."""
-    edges = sorted({edge for first, end, _ in ranges.spans for edge in (first, end)})
-    owner = dict.fromkeys(edges, OTHER)
-    # widest first and, of equally wide ones, the one that ended last: it is around the other
-    for first, end, name in sorted(reversed(ranges.spans), key=lambda span: span[0] - span[1]):
-        for edge in edges:
-            if first <= edge < end:
-                owner[edge] = name
-    return edges, [owner[edge] for edge in edges]
-
-
-def _kernels(kernels: list[dict], nodes: dict, step: _Node, owner_of: _Owners) -> list[Interval]:
+def _kernels(kernels: list[dict], nodes: dict, step: _Node, owners: _Owners) -> list[Interval]:
     launched = {n.args["launch"]: n for tree in nodes.values() for n in tree if n.args.get("launch") is not None}
     found = []
     for e in kernels:
         launch = launched.get(e.get("args", {}).get("correlation"))
         if launch is None or not step.start <= launch.start < step.end:
             continue
-        owner, phase = owner_of(launch)
+        owner, phase = owners(launch)
         start = (e["ts"] - step.start) / 1e3
         found.append(Interval(start, e["dur"] / 1e3, owner, phase, e["name"], _shape(launch.parent)))
     return found
 
 
-def _operations(nodes: dict, step: _Node, owner_of: _Owners) -> list[Interval]:
+def _operations(nodes: dict, step: _Node, owners: _Owners) -> list[Interval]:
     """Each operation's time without that of the operations inside it; the step's own share is the interpreter's."""
     found = []
     for tree in nodes.values():
         for node in tree:
             if step.start <= node.start and node.end <= step.end:
-                owner, phase = owner_of(node)
+                owner, phase = owners(node)
                 own = max(0.0, node.end - node.start - node.inner) / 1e3
                 found.append(Interval((node.start - step.start) / 1e3, own, owner, phase, node.name, _shape(node)))
     return found
