@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import statistics
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from unittest.mock import patch
 
@@ -22,16 +24,19 @@ import torch
 from benchmarks import train_plain as plain
 from benchmarks.run import ceilings, environment, record
 from benchmarks.train_baseline import Baseline
-from opengem.config import Config
+from opengem.config import Config, to_json
 from opengem.data import synthetic
 from opengem.data.batch import Batch
 from opengem.data.schema import Schema
 from opengem.efficiency import profile
+from opengem.efficiency.flops import RunFlops
 from opengem.job import Job, build
 from opengem.kernels import backend
 from opengem.loss import Meter
 from opengem.metrics import entropy
-from recipes import medium
+from opengem.runlog import RunLog
+from opengem.train import Progress
+from recipes import medium, small
 
 MODEL = "opengem.model"
 STREAM = dict(users=512, samples=16_384, lengths="lognormal(2650)", max_length=4096, streams=3, items=1 << 20,
@@ -183,3 +188,52 @@ def describe(row: dict) -> str:
     for name in ("local_mfu", "e2e_mfu"):
         text += f"  {name} {row[name]:.1%}" if row[name] is not None else ""
     return text + (f"  {row['peak_gib']:.0f} GiB" if row["peak_gib"] is not None else "")
+
+
+def overhead(out: Path | None, *_, config: Config | None = None, rounds: int = 6, steps: int = 20,
+             device: str = "cuda") -> list[dict]:
+    """What always-on logging costs: the training loop of `train.py` against the same loop without its log, in turns.
+
+    `share`: median time of `steps` steps with the log (a line is written at the last of them, as a run writes one every
+    20) over that without, less 1. The small recipe, whose steps are short.
+    """
+    where, config = torch.device(device), config or small.recipe()
+    law = {"lengths": "lognormal(512)", "max_length": 1024, "streams": 2}
+    with tempfile.TemporaryDirectory() as folder:
+        synthetic.build(Path(folder) / "data", users=2000, samples=rounds * 4096, **law)
+        job = _job(config, Path(folder) / "data", where, compiled=False)
+        host = list(islice(job.loader(Path(folder) / "data", "train", training=True), 3))
+        flops = RunFlops(job.model.flops, [s.name for s in job.schema.streams])
+        progress = Progress(Meter(job.schema.labels, where), Meter(job.schema.labels, where), flops)
+        with RunLog(Path(folder) / "run", to_json(config), 0, steps, progress=False) as log:
+            times = {True: [], False: []}
+            for _ in range(rounds + 1):
+                for logged in times:
+                    times[logged].append(_loop(job, host, steps, progress if logged else None, log))
+    with_log, without = (statistics.median(times[logged][1:]) for logged in (True, False))
+    spread = max((max(t[1:]) - min(t[1:])) / statistics.median(t[1:]) for t in times.values())
+    row = {"op": "train", "case": "logging_overhead", "impl": "opengem", "peer": None, "share": with_log / without - 1}
+    row |= {"step_ms": 1e3 * without / steps, "spread": spread, "batch": host[0].batch_size}
+    row |= environment(where) if where.type == "cuda" else {"gpu": "cpu"}
+    record(row, f"logging costs {row['share']:.2%} of a step of {row['step_ms']:.1f} ms (spread {spread:.2%})", out)
+    return [row]
+
+
+def _loop(job: Job, host: list[Batch], steps: int, progress: Progress | None, log: RunLog) -> float:
+    """Seconds of `steps` training steps, with the log where `progress` is given."""
+    start = time.perf_counter()
+    for batch in islice(cycle(host), steps):
+        if progress:
+            progress.count(batch)
+        batch = batch.to(job.device, non_blocking=True)
+        logits = job.forward(batch)
+        loss = job.loss(logits, batch)
+        if progress:
+            progress.add(logits, batch)
+        norm = job.learn(loss)[1]
+    if progress:
+        job.embeddings.check()
+        log.write(progress.line(job, loss, norm, batch, dict.fromkeys((x.name for x in job.schema.labels), 0.1)))
+    if job.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start

@@ -22,13 +22,14 @@ from opengem.data.batch import Batch
 from opengem.data.labels import base_rates
 from opengem.data.loader import Loader
 from opengem.data.schema import Schema
-from opengem.efficiency import mfu
+from opengem.efficiency import hardware, memory, mfu
+from opengem.efficiency.flops import RunFlops
 from opengem.errors import NonFiniteError, UserError
 from opengem.evaluate import evaluate_split
 from opengem.job import Job, build
 from opengem.loss import Meter
 from opengem.metrics import entropy
-from opengem.runlog import RunLog, environment
+from opengem.runlog import RunLog, environment, peak_memory_bytes
 
 
 def train(config: Config, data: Path, out: Path, resume: str = "auto", with_baselines: bool = True) -> dict:
@@ -48,14 +49,16 @@ def train(config: Config, data: Path, out: Path, resume: str = "auto", with_base
     steps = len(loader) * config.train.epochs
     job.total_steps = min(config.train.steps or steps, steps)
     rates = base_rates(data, schema, config.data.train_split)
-    progress = Progress(Meter(schema.labels, job.device), Meter(schema.labels, job.device))
+    flops = RunFlops(job.model.flops, [stream.name for stream in schema.streams])
+    progress = Progress(Meter(schema.labels, job.device), Meter(schema.labels, job.device), flops)
+    peak = hardware.bf16_peak(hardware.device_name(job.device))
     source = _find_checkpoint(config, Path(out), resume)
     if source is not None:
         progress.load(job.restore(source), job, loader)
         print(f"resumed from {source} at step {job.step} of {job.total_steps}")
     describe(job)
 
-    with RunLog(Path(out), to_json(config), job.step, job.total_steps, config.train.progress) as log:
+    with RunLog(Path(out), to_json(config), job.step, job.total_steps, config.train.progress, peak) as log:
         job.model.train()
         for batch in _batches(job, loader, progress):
             logits = job.forward(batch)
@@ -77,7 +80,7 @@ def train(config: Config, data: Path, out: Path, resume: str = "auto", with_base
         summary |= {"parameters": job.model.num_parameters(), "table_bytes": job.embeddings.num_bytes()}
         summary["lengths"] = progress.lengths
         summary |= log.throughput() | {"environment": environment(job.device)}
-        summary |= _efficiency(job, progress, summary)
+        summary |= _efficiency(progress, summary)
         log.finish(summary)
     return summary
 
@@ -88,6 +91,7 @@ class Progress:
 
     window: Meter
     total: Meter
+    flops: RunFlops
     epoch: int = 0
     samples: int = 0
     tokens: int = 0
@@ -112,11 +116,17 @@ class Progress:
         line = {"step": job.step, "epoch": self.epoch, "samples": self.samples, "tokens": self.tokens}
         line |= {"timestamp": int(batch.timestamps.max()) if batch.batch_size else None}
         line |= {"loss": float(loss.detach()), "grad_norm": float(norm), "lr": job.optimizer.param_groups[0]["lr"]}
+        line |= {"useful_tflop": self.useful_flops() / 1e12, "memory": memory.categories(job, peak_memory_bytes())}
         line["padding_avoided"] = 1 - self.tokens / self.padded_tokens if self.padded_tokens else 0.0
         self.total.sums += self.window.sums
         line |= {"tasks": _tasks(self.window, rates), "tasks_total": _tasks(self.total, rates)}
         self.window.reset()
         return line
+
+    def useful_flops(self) -> int:
+        """Useful FLOPs of the run so far."""
+        histories = {name.removesuffix(".timestamp"): counts for name, counts in self.lengths.items()}
+        return self.flops.training(histories, self.samples)
 
     def dump(self, job: Job, loader: Loader) -> str:
         """What `load` needs to go on bit for bit, as JSON."""
@@ -184,11 +194,9 @@ def _refuse_several_processes() -> None:
         raise UserError("WORLD_SIZE > 1: training on several processes is not available in this version; start one")
 
 
-def _efficiency(job: Job, progress: Progress, summary: dict) -> dict:
+def _efficiency(progress: Progress, summary: dict) -> dict:
     """Useful FLOPs of a sample and what the steady speed makes of them on this device."""
-    histories = {name.removesuffix(".timestamp"): counts for name, counts in progress.lengths.items()}
-    total = mfu.training_flops(job.model.flops, histories, progress.samples)
-    each = total / progress.samples if progress.samples else 0.0
+    each = progress.useful_flops() / progress.samples if progress.samples else 0.0
     return {"flops_per_sample": each} | mfu.rates(each, summary["samples_per_s"], summary["environment"]["device"])
 
 

@@ -29,10 +29,11 @@ def headline(r: dict) -> list[str]:
         )
     else:
         lines.append(hardware.why_no_mfu(r["device"]))
+    slow = "" if r["peak_bytes"] else f", {r['traced_ms']:.2f} ms under the profiler"
     if r["peak_bytes"]:
         lines.append(f"peak memory {r['peak_bytes'] / GI:.1f} GiB")
     lines.append(
-        f"layers {r['attributed_ms']:.2f} ms + host {r['host_ms']:.2f} ms are {r['accounted']:.1%} of the step; "
+        f"layers {r['attributed_ms']:.2f} ms + host {r['host_ms']:.2f} ms are {r['accounted']:.1%} of the step{slow}; "
         f"bounds: {r['bound']['tflops']:.4g} TFLOPS, {r['bound']['gbs']:.0f} GB/s ({r['bound']['source']})"
     )
     return lines
@@ -44,14 +45,14 @@ HEAD = (f"{'layer':<22}{'GFLOP':>9}{'GB':>8}{'FLOP/B':>8}{'fwd ms':>9}{'bwd ms':
 
 def layers(r: dict) -> list[str]:
     """The table of kinds of layers, most time lost first."""
-    lines = [HEAD]
-    lines += [line(row, r["step_ms"]) for row in by_kind(r["rows"])]
+    whole = r["attributed_ms"] + r["host_ms"]
+    lines = [HEAD] + [line(row, whole) for row in by_kind(r["rows"])]
     if r["host_ms"]:
-        lines.append(f"{'host':<22}{'':>34}{r['host_ms']:>9.2f}{r['host_ms'] / r['step_ms']:>16.1%}")
+        lines.append(f"{'host':<22}{'':>25}{r['host_ms']:>9.3f}{'':>9}{r['host_ms'] / whole:>7.1%}")
     return lines
 
 
-def line(row: dict, step_ms: float) -> str:
+def line(row: dict, whole_ms: float) -> str:
     def number(value: float | None, width: int, digits: int) -> str:
         return f"{value:>{width},.{digits}f}" if value else f"{'':>{width}}"
 
@@ -59,14 +60,16 @@ def line(row: dict, step_ms: float) -> str:
     tflops = number(row["tflops"], 8, 1 if (row["tflops"] or 0) >= 1 else 3)
     return (
         f"{row['name']:<22}{number(3 * row['flops'] / 1e9, 9, 1)}{number(moved, 8, 2)}{number(row['intensity'], 8, 0)}"
-        f"{row['forward_ms']:>9.3f}{row['backward_ms'] + row['recompute_ms']:>9.3f}{row['ms'] / step_ms:>7.1%}"
+        f"{row['forward_ms']:>9.3f}{row['backward_ms'] + row['recompute_ms']:>9.3f}{row['ms'] / whole_ms:>7.1%}"
         f"{tflops}{number(row['gbs'], 7, 0)}{row['bound_ms']:>9.3f} {row['roof']:<8}"
         f"{row['lost_ms']:>8.3f}{row['kernels']:>9.0f}"
     )
 
 
 def singles(r: dict, most: int = 8) -> list[str]:
-    return ["single layers that lose most", HEAD] + [line(row, r["step_ms"]) for row in r["rows"][:most]]
+    return ["single layers that lose most", HEAD] + [
+        line(row, r["attributed_ms"] + r["host_ms"]) for row in r["rows"][:most]
+    ]
 
 
 def kernels(r: dict, most: int = 12) -> list[str]:
