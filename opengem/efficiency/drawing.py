@@ -8,6 +8,8 @@ import re
 from itertools import cycle
 
 COLOURS = ("#2563a8", "#c2571a", "#2e7d4f", "#8a3f8f", "#7a6a1d", "#4a4a4a")
+WIDE = 5.2
+"""inches of a drawing over the whole width; more would make the text too small for a phone"""
 
 
 def axes(width: float = 4.6, height: float = 3.0):
@@ -20,6 +22,7 @@ def axes(width: float = 4.6, height: float = 3.0):
     plot = figure.add_subplot()
     plot.spines[["top", "right"]].set_visible(False)
     plot.grid(color="#e5e8ec", linewidth=0.6)
+    plot.set_axisbelow(True)
     plot.tick_params(labelsize=8)
     return figure, plot
 
@@ -40,7 +43,7 @@ def roofline(rows: list[dict], tflops: float, gbs: float) -> str:
     points = [row for row in rows if row["tflops"] and row["intensity"]]
     if not points:
         return ""
-    figure, plot = axes(7.2, 4.2)
+    figure, plot = axes(WIDE, 3.8)
     ridge = 1e3 * tflops / gbs
     low = min([ridge, *(row["intensity"] for row in points)]) / 2
     high = max([ridge, *(row["intensity"] for row in points)]) * 4
@@ -48,6 +51,8 @@ def roofline(rows: list[dict], tflops: float, gbs: float) -> str:
     for colour, row in zip(cycle(COLOURS), points, strict=False):
         plot.plot(row["intensity"], row["tflops"], "o", color=colour, markersize=5)
         plot.annotate(row["name"], (row["intensity"], row["tflops"]), (5, 3), textcoords="offset points", fontsize=7)
+    for axis in (plot.xaxis, plot.yaxis):
+        axis.set_minor_formatter(lambda *_: "")
     plot.set_xlabel("FLOPs a byte that must move")
     plot.set_ylabel("useful TFLOPS")
     return svg(figure, f"Roofline: {tflops:,.4g} TFLOPS, {gbs:,.0f} GB/s")
@@ -56,7 +61,7 @@ def roofline(rows: list[dict], tflops: float, gbs: float) -> str:
 def timeline(stretches: list[list], step_ms: float) -> str:
     """One step: a lane for each kind of layer. stretches: start, length, kind, phase of each."""
     lanes = list(dict.fromkeys(kind for _, _, kind, _ in stretches))
-    figure, plot = axes(7.2, 0.6 + 0.22 * len(lanes))
+    figure, plot = axes(WIDE, 0.6 + 0.22 * len(lanes))
     for lane, kind in enumerate(lanes):
         colour = COLOURS[lane % len(COLOURS)]
         for phase, opacity in (("forward", 1.0), ("backward", 0.55), ("recompute", 0.3)):
@@ -70,7 +75,7 @@ def timeline(stretches: list[list], step_ms: float) -> str:
 
 def waterfall(start: float, losses: list[tuple[str, float]], end: tuple[str, float], title: str) -> str:
     """What takes `start` per cent down to `end`: one falling bar for each (name, points)."""
-    figure, plot = axes(7.2, 0.9 + 0.28 * len(losses))
+    figure, plot = axes(WIDE, 0.9 + 0.28 * len(losses))
     names, at = ["dense bf16 peak"], start
     plot.barh(0, start, color="#c9ced6")
     for lane, (name, points) in enumerate(losses, 1):
