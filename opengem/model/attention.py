@@ -69,8 +69,8 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.kind, self.block, self.heads, self.dim = config.attention, config.window, config.heads, config.dim
         self.window = (config.window, config.window) if self.kind == "window" else None
-        self.qkv = nn.Linear(config.dim, 3 * config.dim)
-        self.out = nn.Linear(config.dim, config.dim)
+        self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=False)
+        self.out = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x: Jagged, angles: Rotation | None) -> Jagged:
         qkv = self.qkv(x.values).unflatten(1, (3 * self.heads, -1))
@@ -107,8 +107,8 @@ class ContextAttention(nn.Module):
         super().__init__()
         self.heads, self.dim, self.num_kv, self.activation = config.heads, config.dim, model.num_kv, model.activation
         self.key_tokens, self.value_tokens = (TokenMix(model.num_summary, model.num_kv) for _ in range(2))
-        self.key, self.value = (nn.Linear(model.dim, config.dim) for _ in range(2))
-        self.query, self.out = (nn.Linear(config.dim, config.dim) for _ in range(2))
+        self.key, self.value = (nn.Linear(model.dim, config.dim, bias=False) for _ in range(2))
+        self.query, self.out = (nn.Linear(config.dim, config.dim, bias=False) for _ in range(2))
         nn.init.normal_(self.value.weight, std=(model.dim * model.num_kv) ** -0.5)
 
     def forward(self, x: Jagged, summary: Tensor) -> Jagged:
@@ -169,8 +169,8 @@ class SeedPooling(nn.Module):
         self.heads, self.dim, self.seeds, self.counting = config.heads, config.dim, model.seeds, model.counting_seeds
         self.seed = nn.Parameter(torch.randn(model.seeds, config.dim))
         self.condition = nn.Linear(model.dim, 2 * config.dim)
-        self.query, self.out = (nn.Linear(config.dim, config.dim) for _ in range(2))
-        self.key_value = nn.Linear(config.dim, 2 * config.dim)
+        self.query, self.out = (nn.Linear(config.dim, config.dim, bias=False) for _ in range(2))
+        self.key_value = nn.Linear(config.dim, 2 * config.dim, bias=False)
         self.kron = SumKron(model.seeds, model.pooled_tokens, config.dim, model.dim, model.sumkron_rank)
 
     def forward(self, x: Jagged, candidate: Tensor) -> Tensor:

@@ -75,9 +75,9 @@ class FullyShardedTables:
     def initialise(self, std: float, seed: int) -> None:
         self.own.initialise(std, seed)
 
-    def lookup(self, rows: Tensor) -> Tensor:
-        """float32 `[N, dim]` of rows int64 `[N]` in the shard's numbering."""
-        return self._read_rows(rows) if self.reads == "rows" else self._read_chunks(rows)
+    def lookup(self, rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """`[N, dim]` of `dtype`: rows int64 `[N]` in the shard's numbering."""
+        return (self._read_rows(rows) if self.reads == "rows" else self._read_chunks(rows)).to(dtype)
 
     def _read_rows(self, rows: Tensor) -> Tensor:
         """Ask the ranks that store them for the distinct rows."""

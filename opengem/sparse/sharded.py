@@ -96,7 +96,7 @@ class AllToAllRouter:
         return self._exchange(found, route.received, route.sent).index_select(0, route.inverse)
 
     def grads(self, route: RemoteRoute, grads: Tensor) -> tuple[Tensor, Tensor]:
-        _, summed = sum_duplicates(route.inverse, grads)
+        _, summed = sum_duplicates(route.inverse, grads.float())
         return route.rows, self._exchange(summed, route.sent, route.received)
 
     def agree(self, flag: Tensor) -> Tensor:

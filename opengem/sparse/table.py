@@ -60,9 +60,11 @@ class Tables:
         self.moment.zero_()
         self.updates = 0
 
-    def lookup(self, rows: Tensor) -> Tensor:
-        """float32 `[N, dim]`: the given rows (int64 `[N]`, in [0, R)) of the matrix."""
-        return self.weight.index_select(0, rows).float()
+    def lookup(self, rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """`[N, dim]` of `dtype`: the given rows (int64 `[N]`, in [0, R)) of the matrix."""
+        fewer_rows_than_ids = self.weight.shape[0] < rows.shape[0]
+        weight = self.weight.to(dtype) if fewer_rows_than_ids else self.weight  # convert the smaller of the two
+        return weight.index_select(0, rows).to(dtype)
 
     def update(self, rows: Tensor, grads: Tensor, lr: float) -> None:
         """One step of row-wise Adagrad. rows: int64 `[N]`, may repeat; grads: float32 `[N, dim]`, one for each.
