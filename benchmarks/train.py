@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import statistics
 import tempfile
 import time
@@ -38,9 +39,8 @@ from opengem.runlog import RunLog
 from opengem.train import Progress
 from recipes import medium, small
 
-MODEL = "opengem.model"
-STREAM = dict(users=512, samples=16_384, lengths="lognormal(2650)", max_length=4096, streams=3, items=1 << 20,
-              base_rate=0.3, strength=3.0)  # fmt: skip
+STREAM = dict(users=512, samples=8192, lengths="lognormal(2650)", max_length=4096, streams=3, items=1 << 20,
+              base_rate=0.3, strength=3.0, mechanisms=("count", "recency", "cross", "bias", "drift"))  # fmt: skip
 LIMIT = 1024
 
 
@@ -61,29 +61,24 @@ LADDER = (
     Rung("norm", "norms with the residual sum, one pass", "part of GDPA and relatives"),
     Rung("sparse", "table-batched look-up and fused update", ""),
 )
-# technique -> what stands in for it while it is off: (target, replacement)
+# technique -> name in the modules of the model, and what stands in for it while the technique is off
 STAND_INS = {
-    "jagged": ((f"{MODEL}.interaction.jagged_flash_attention", plain.dense_attention),),
-    "gdpa": ((f"{MODEL}.attention.gdpa", plain.gdpa),),
-    "block": (
-        (f"{MODEL}.attention.block_attention", plain.block_attention),
-        (f"{MODEL}.attention.apply_rope", plain.apply_rope),
-    ),
-    "norm": tuple(
-        (f"{MODEL}.{at}.{op}", getattr(plain, op))
-        for at, op in (("attention", "layer_norm"), ("attention", "rms_norm"), ("blocks", "layer_norm"),
-                       ("gem", "layer_norm"), ("heads", "layer_norm"), ("interaction", "layer_norm"))
-    ),
+    "gdpa": {"gdpa": plain.gdpa},
+    "block": {"block_attention": plain.block_attention, "apply_rope": plain.apply_rope},
+    "norm": {"layer_norm": plain.layer_norm, "rms_norm": plain.rms_norm},
 }
+MODULES = [importlib.import_module(f"opengem.model.{m}") for m in
+           ("attention", "blocks", "gem", "heads", "interaction", "tokenizer")]
 
 
 @contextlib.contextmanager
 def only(techniques: tuple[str, ...]) -> Iterator[None]:
     """The package with every technique that is not among `techniques` replaced by its stand-in."""
     with contextlib.ExitStack() as stack:
-        for technique, targets in STAND_INS.items():
-            for target, replacement in targets if technique not in techniques else ():
-                stack.enter_context(patch(target, replacement))
+        off = {k: v for t, names in STAND_INS.items() if t not in techniques for k, v in names.items()}
+        for module in MODULES:
+            for name in off.keys() & vars(module).keys():
+                stack.enter_context(patch.object(module, name, off[name]))
         if "sparse" not in techniques:
             stack.enter_context(patch.dict(backend.TABLE, {"sparse_lookup": ()}))
         yield
@@ -127,7 +122,7 @@ def measure(config: Config, data: Path, techniques: tuple[str, ...], samples: in
         print(f"{name}: NE {row['ne']:.4f}", flush=True)
         sized = partial(_batch, job, data)
         batch = profile.largest_batch(job, sized, size, LIMIT) if device.type == "cuda" else sized(size)
-        result = profile.measure(job, batch, warmup=2, steps=6, layers_of=layers_of)
+        result = profile.measure(job, batch, warmup=1, steps=5, layers_of=layers_of)
     row |= summary(result)
     row["peak_gib"] = result["peak_bytes"] and result["peak_bytes"] / 2**30
     del job, batch

@@ -10,13 +10,6 @@ from opengem.kernels.gdpa.activations import ACTIVATIONS
 from opengem.kernels.jfa.op import jagged_flash_attention
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, *, max_q: int,
-                    max_kv: int) -> Tensor:
-    """Attention of samples that all have `max_q` queries and `max_kv` keys."""
-    q, k, v = (x.unflatten(0, (-1, n)).transpose(1, 2) for x, n in ((q, max_q), (k, max_kv), (v, max_kv)))
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1)
-
-
 @torch.compile(dynamic=True)
 def _products(q: Tensor, k: Tensor, v: Tensor, activation: str, scale: float) -> Tensor:
     """q `[B, m, H, D]`, k and v `[B, n, H, D]`."""

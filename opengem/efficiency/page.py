@@ -13,7 +13,8 @@ h1 { font-size: 1.5rem; margin: .5rem 0; } h2 { font-size: 1.1rem; margin: 2rem 
 .tiles { display: flex; flex-wrap: wrap; gap: .75rem; }
 .tile { border: 1px solid #d9dde2; border-radius: 8px; padding: .5rem .9rem; min-width: 7rem; }
 .tile b { display: block; font-size: 1.35rem; } .tile span, figcaption, .note { color: #5a626c; font-size: .85rem; }
-figure { margin: 0; max-width: 46rem; } .plots { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(18rem, 1fr)); }
+figure { margin: 0; max-width: 46rem; }
+.plots { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(18rem, 1fr)); }
 svg { width: 100%; height: auto; } .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .9rem; } th, td { padding: .3rem .7rem; text-align: right;
         border-bottom: 1px solid #e5e8ec; white-space: nowrap; } th:first-child, td:first-child { text-align: left; }
