@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import html
 import json
+import statistics
+import time
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from opengem.config import Config
@@ -36,7 +39,7 @@ def run(config: Config, data: Path | None, samples: int = 0, streams: int = 3, l
         batch = make(samples or config.data.batch_size)
     else:
         batch = profile.largest_batch(job, make, PROBE, config.data.batch_size)
-    result = profile.measure(job, batch)
+    result = profile.measure(job, batch, batch_ms=_loader_ms(job, data) if data else 0.0)
     return {"recipe": config.name, "data": job.schema.name} | result | {"environment": environment(job.device)}
 
 
@@ -45,6 +48,15 @@ def _batch(job: Job, data: Path | None, lengths: str, samples: int) -> Batch:
         return workload.batch(job.schema, job.max_lengths, samples, lengths).to(job.device)
     job.config = replace(job.config, data=replace(job.config.data, batch_size=samples))
     return next(iter(job.loader(data, job.config.data.train_split, training=True))).to(job.device)
+
+
+def _loader_ms(job: Job, data: Path, batches: int = 6) -> float:
+    """Milliseconds the loader takes for a batch, by itself; the first ones, which fill its queue, left out."""
+    marks = []
+    for _ in islice(job.loader(data, job.config.data.train_split, training=True), batches):
+        marks.append(time.perf_counter())
+    times = [1e3 * (end - start) for start, end in zip(marks, marks[1:], strict=False)][2:]
+    return statistics.median(times) if times else 0.0
 
 
 def write(result: dict, out: Path) -> Path:

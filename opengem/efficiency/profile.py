@@ -31,10 +31,12 @@ PHASES = ("forward", "backward", "recompute")
 KINDS = {"model": "between layers", "gradients": "gradient sums"}  # of ranges that are no layer, where not their name
 
 
-def measure(job, batch: Batch, warmup: int = 5, steps: int = 10, layers_of: Callable | None = None) -> dict:
+def measure(job, batch: Batch, warmup: int = 5, steps: int = 10, layers_of: Callable | None = None,
+            batch_ms: float = 0.0) -> dict:
     """Profile training steps of `job` (a `job.Job`) on `batch`, which is on the job's device.
 
     warmup: steps before anything is measured (compilation, caches). steps: timed steps, without the profiler.
+    batch_ms: what the loader takes for a batch; what exceeds a step is waited for.
     layers_of: history lengths -> the model's layers, for a model that is not a `GEM` (default: `layers.parts`).
     Times are milliseconds. `rows`: one a layer, one for each other part of the step, and `host`, what no kernel fills
     (on a CPU: what the interpreter takes outside of layers). Worst first: by the milliseconds lost to the bound.
@@ -60,6 +62,7 @@ def measure(job, batch: Batch, warmup: int = 5, steps: int = 10, layers_of: Call
         "device": name, "dtype": str(job.dtype).removeprefix("torch."), "samples": batch.batch_size,
         "tokens": sum(map(sum, lengths.values())), "step_ms": statistics.median(times), "step_times_ms": times,
         "traced_ms": traced_ms, "busy_ms": trace.busy_ms(found), "peak_bytes": peak_bytes,
+        "exposed_ms": trace.exposed_ms(found), "batch_ms": batch_ms,
         "bound": vars(bound), "now": vars(now), "peak_tflops": hardware.bf16_peak(name),
     }  # fmt: skip
     table = rows(layers, found, work)
@@ -204,14 +207,14 @@ def shares(result: dict) -> dict:
 def conditions(result: dict) -> list[dict]:
     """What keeps a step from scaling, in milliseconds and in points of E2E MFU.
 
-    On one GPU there are no other ranks to wait for or to talk to; a collective that does run is counted where it is
-    longer than what runs beside it.
+    Communication counts where nothing else runs beside it. One process has no other ranks to wait for.
     """
     executed = sum(row["forward_executed_flops"] + row["backward_executed_flops"] for row in result["rows"])
     again = sum(row["recompute_ms"] for row in result["rows"])
     costs = {
-        "exposed communication and contention": 0.0, "recomputation": again, "imbalance between ranks": 0.0,
-        "host gaps and data waits": result["host_ms"],
+        "exposed communication and contention": result["exposed_ms"], "recomputation": again,
+        "imbalance between ranks": 0.0,
+        "host gaps and data waits": result["host_ms"] + max(0.0, result["batch_ms"] - result["step_ms"]),
     }  # fmt: skip
     peak, step = result["peak_tflops"], result["step_ms"]
 

@@ -153,6 +153,11 @@ def _shape(node: _Node | None) -> str:
     return f"{node.name} {' '.join(map(str, shapes))}{cause}"
 
 
+def exposed_ms(found: list[Interval]) -> float:
+    """Milliseconds in which collectives run and nothing else does."""
+    return busy_ms(found) - busy_ms([i for i in found if "nccl" not in i.name.lower()])
+
+
 def busy_ms(found: list[Interval]) -> float:
     """Milliseconds in which at least one interval runs."""
     total, end = 0.0, float("-inf")

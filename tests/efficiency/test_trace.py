@@ -87,3 +87,9 @@ def test_busy_time_counts_overlaps_once():
     intervals = [trace.Interval(start, ms, "a", "forward", "k", "") for start, ms in times]
     assert trace.busy_ms(intervals) == pytest.approx(4.0)
     assert trace.busy_ms([]) == 0.0
+
+
+def test_communication_is_exposed_where_nothing_else_runs():
+    times = ((0, 4, "gemm"), (3, 3, "ncclDevKernel_AllGather"), (8, 1, "ncclDevKernel_SendRecv"), (8.5, 1, "gemm"))
+    found = [trace.Interval(start, ms, "a", "forward", name, "") for start, ms, name in times]
+    assert trace.exposed_ms(found) == pytest.approx(2.0 + 0.5)
