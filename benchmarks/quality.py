@@ -4,7 +4,8 @@
 
 Each (features, seed) is trained once, scored strictly (the model as it was when training ended) and progressively (each
 batch is predicted, then learned from), and appended as rows of `op = "quality"`. The last lines printed are mean and
-spread over seeds, and the ratio to each baseline.
+spread over the seeds in FILE, and the ratio to each baseline: several runs may append to one file, also side by side,
+and a run without seeds only prints.
 """
 
 from __future__ import annotations
@@ -50,18 +51,16 @@ def main(arguments: Arguments) -> None:
     """Run everything the arguments ask for; every finished run is on disk before the next one starts."""
     schema = Schema.load(arguments.data)
     facts = gpu_environment(torch.device("cuda")) if torch.cuda.is_available() else environment(torch.device("cpu"))
-    rows = []
     if arguments.baselines:
         for name, splits in baselines.compute(arguments.data, schema, eval_splits=(arguments.split,)).items():
-            rows += _rows(schema, name, splits[arguments.split], "strict", None)
-        _append(arguments.out, rows, facts)
+            _append(arguments.out, _rows(schema, name, splits[arguments.split], "strict", None), facts)
     for features in arguments.features:
         for seed in arguments.seeds:
             config = _config(arguments, features, seed)
             done = _one(config, arguments, schema, f"{arguments.recipe}, {features} optional features", seed)
             _append(arguments.out, done, facts)
-            rows += done
-    print("\n".join(_summary(rows)))
+    rows = [json.loads(line) for line in arguments.out.read_text().splitlines()] if arguments.out.is_file() else []
+    print("\n".join(_summary([row for row in rows if row["case"] == schema.name])))
 
 
 def _config(arguments: Arguments, features: str, seed: int) -> Config:

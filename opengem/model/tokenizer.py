@@ -51,10 +51,12 @@ def place(x: Tensor) -> Tensor:
     return torch.asinh(x.float() / SMALLEST).clamp(-SPAN, SPAN)
 
 
-def hats(places: Tensor, step: float) -> Tensor:
+def hats(places: Tensor, step: float, dtype: torch.dtype = torch.float32) -> Tensor:
     """`[...]` to `[..., knots]`: the two knots next to each place get the weights of linear interpolation, others 0."""
     knots = torch.arange(-int(SPAN / step), int(SPAN / step) + 1, device=places.device)
-    return ((places / step)[..., None] - knots).abs_().neg_().add_(1).clamp_(min=0)
+    distance = torch.empty(*places.shape, knots.shape[0], dtype=dtype, device=places.device)
+    torch.sub((places / step)[..., None], knots, out=distance)  # rounded here, the passes below move half the bytes
+    return distance.abs_().neg_().add_(1).clamp_(min=0)
 
 
 class NumberEncoding(nn.Module):
@@ -132,22 +134,25 @@ class EventTokenizer(nn.Module):
         return source.sequences[f"{self.stream.name}.{attribute.name}"].values
 
     def forward(self, batch: Batch, embedded: Embedded, view: EventView) -> Jagged:
-        numbers = [*[unpack_bits(self.column(batch, a), a.rows) for a in self.bits], *self.numbers(batch, view)]
-        numbers += [view.match, view.gap.new_zeros(view.gap.shape[0], self.padding)]
-        if not self.ids:
-            hidden = self.inner(torch.cat(numbers, 1))
-        else:
-            vectors = torch.cat([self.column(embedded, a) for a in self.ids], 1)
-            similarity = [self.similarity(vectors, embedded, view.history)] if self.pairs else []
-            numbers = torch.cat([*[part.to(vectors.dtype) for part in numbers], *similarity], 1)
-            hidden = torch.addmm(self.inner(numbers), vectors, self.lift.weight.T)
+        vectors = torch.cat([self.column(embedded, a) for a in self.ids] or [view.gap[:, None][:, :0]], 1)
+        numbers = self.numbers(batch, view, vectors.dtype)
+        if self.pairs:
+            numbers = torch.cat([numbers, self.similarity(vectors, embedded, view.history)], 1)
+        hidden = torch.addmm(self.inner(numbers), vectors, self.lift.weight.T)
         return view.history.with_values(self.outer(F.gelu(hidden)))
 
-    def numbers(self, batch: Batch, view: EventView) -> list[Tensor]:
-        """float32 `[T, knots]` each: dense attributes, days to the request, days since the event before."""
+    @torch.no_grad()
+    def numbers(self, batch: Batch, view: EventView, dtype: torch.dtype) -> Tensor:
+        """What is known of an event besides its ids: action bits, match bits, padding, and the knots of its numbers.
+
+        The numbers are the dense attributes, days to the request, and days since the event before.
+        """
         previous = (view.gap.roll(1) - view.gap).masked_fill(view.position == 0, 0)
         numbers = [*[self.column(batch, a) for a in self.dense], view.gap / DAY, previous / DAY]
-        return [hats(place(number), self.STEP) for number in numbers]
+        knots = hats(place(torch.stack(numbers, 1)), self.STEP, dtype).flatten(1)
+        bits = [unpack_bits(self.column(batch, a), a.rows) for a in self.bits]
+        flags = torch.cat([*bits, view.match, view.gap.new_zeros(view.gap.shape[0], self.padding)], 1)
+        return torch.cat([knots, flags.to(dtype)], 1)
 
     def similarity(self, vectors: Tensor, embedded: Embedded, history: Jagged) -> Tensor:
         """`[T, pairs]`: inner product of the event's and the candidate's embedding, a soft match.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from opengem.kernels.jagged_ops.op import gather_rows
 from opengem.sparse import noise
 from opengem.sparse.lookup import op
 from opengem.sparse.lookup.optimiser import Optimiser
@@ -64,7 +65,7 @@ class Tables:
         """`[N, dim]` of `dtype`: the given rows (int64 `[N]`, in [0, R)) of the matrix."""
         fewer_rows_than_ids = self.weight.shape[0] < rows.shape[0]
         weight = self.weight.to(dtype) if fewer_rows_than_ids else self.weight  # convert the smaller of the two
-        return weight.index_select(0, rows).to(dtype)
+        return gather_rows(weight, rows).to(dtype)
 
     def update(self, rows: Tensor, grads: Tensor, lr: float) -> None:
         """One step of row-wise Adagrad. rows: int64 `[N]`, may repeat; grads: float32 `[N, dim]`, one for each.

@@ -148,9 +148,9 @@ def test_a_stream_stops_after_its_layers():
 
 def test_parts_of_the_config_switch_off():
     off = replace(SMALL, match=False, rope=False, time_encoding=False, cross_layer_attention=False, fm_tokens=0,
-                  counting_seeds=0, recent_tokens=0)  # fmt: skip
+                  counting_heads=0, recent_tokens=0)  # fmt: skip
     batch = make_batch(LENGTHS)
-    for config in (off, replace(off, counting_seeds=6), replace(off, rope=True), replace(off, time_encoding=True)):
+    for config in (off, replace(off, counting_heads=1), replace(off, rope=True), replace(off, time_encoding=True)):
         gem = model(config)
         assert gem.layers[1].cross_layer is None
         assert gem(batch, embed(batch))["click"].isfinite().all()
