@@ -172,17 +172,14 @@ def _summary(m: HistorySummary, events: Tensor, exists: Tensor, candidate: Tenso
 
 
 def _pool(m: SeedPooling, x: Tensor, exists: Tensor, candidate: Tensor) -> Tensor:
-    k, v = _heads(m.key_value(x), 2 * m.heads).chunk(2, 1)
     scale, shift = m.condition(candidate)[:, None].chunk(2, dim=2)
-    q = _heads(m.query(_norm(torch.addcmul(shift, m.seed.to(scale.dtype), 1 + scale))), m.heads)
-    averaging, counting = q.split([m.seeds - m.counting, m.counting], 2)
-    keys = exists[:, None, None]
-    some = keys | ~exists.any(1)[:, None, None, None]
-    average = F.scaled_dot_product_attention(averaging, k, v, some.expand(-1, -1, averaging.shape[2], -1))
-    average = average * exists.any(1)[:, None, None, None]
-    sums = _merge(F.relu(counting @ k.transpose(2, 3) * (m.dim // m.heads) ** -0.5) * keys @ v)
-    sums = (sums.detach().sign() * torch.log1p(sums.abs())).to(q.dtype)
-    return m.kron(m.out(torch.cat([_merge(average), sums], 1)))
+    q = _heads(m.query(_norm(torch.addcmul(shift, m.seed.to(scale.dtype), 1 + scale))), m.heads).split(m.kinds, 1)
+    kv = _heads(m.key_value(x), 2 * m.heads).split(2 * m.kinds, 1)
+    keys, some = exists[:, None, None], exists.any(1)[:, None, None, None]
+    average = F.scaled_dot_product_attention(q[0], kv[0], kv[2], (keys | ~some).expand(-1, -1, m.seeds, -1)) * some
+    sums = F.relu(q[1] @ kv[1].transpose(2, 3) * (m.dim // m.heads) ** -0.5) * keys @ kv[3]
+    sums = (sums.detach().sign() * torch.log1p(sums.abs())).to(q[1].dtype)
+    return m.kron(m.out(_merge(torch.cat([average, sums], 1))))
 
 
 def _cross_layer(m: CrossLayerAttention, x: Tensor, earlier: Tensor) -> Tensor:
