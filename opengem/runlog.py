@@ -12,6 +12,7 @@ import torch
 
 from opengem import __version__
 from opengem.data.files import writable
+from opengem.efficiency import mfu
 from opengem.errors import UserError
 
 SPEEDS = {"samples_per_s": "samples", "tokens_per_s": "tokens", "useful_tflops": "useful_tflop"}
@@ -51,8 +52,7 @@ class RunLog:
     def write(self, line: dict) -> None:
         """Append one line (adding speeds, from the running sums in it, and memory); update TensorBoard and the bar."""
         line |= self._speed({speed: line[of] for speed, of in SPEEDS.items()}) | {"memory_bytes": peak_memory_bytes()}
-        tflops = line["useful_tflops"]
-        line["mfu"] = tflops / self._peak if self._peak and tflops is not None else None
+        line["mfu"] = mfu.of(line["useful_tflops"], self._peak)
         with writable(self.folder):
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()

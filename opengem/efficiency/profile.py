@@ -192,13 +192,13 @@ def shares(result: dict) -> dict:
     peak, step = result["peak_tflops"], result["step_ms"]
     attributed = sum(row["ms"] for row in result["rows"])
     whole = step if result["busy_ms"] and result["host_ms"] else result["traced_ms"]
-    e2e = result["flops"] / (step * 1e9 * peak) if peak else None
+    e2e = mfu.of(result["flops"] / step / 1e9, peak)
     local = mfu.local(result["rows"], peak)
     return {
         "useful_tflops": result["flops"] / step / 1e9, "samples_per_s": 1e3 * result["samples"] / step,
         "tokens_per_s": 1e3 * result["tokens"] / step, "e2e_mfu": e2e, "local_mfu": local,
-        "scaling_ratio": e2e / local if local else None,
-        "e2e_mfu_attention_x2.5": e2e * (1 + result["attention_flops"] / result["flops"] / 6) if peak else None,
+        "scaling_ratio": e2e / local if e2e and local else None,
+        "e2e_mfu_attention_x2.5": e2e and e2e * (1 + result["attention_flops"] / result["flops"] / 6),
         "attributed_ms": attributed, "accounted": (attributed + result["host_ms"]) / whole,
         "conditions": conditions(result),
     }  # fmt: skip

@@ -22,7 +22,7 @@ def section(r: dict) -> str:
 
 def _headline(r: dict) -> str:
     boxes = []
-    if r["peak_tflops"]:
+    if r["scaling_ratio"]:
         boxes += [("E2E MFU", f"{r['e2e_mfu']:.1%}"), ("= Local MFU", f"{r['local_mfu']:.1%}")]
         boxes += [("x Scaling Ratio", number(r["scaling_ratio"], 3))]
     boxes += [("useful TFLOPS", f"{r['useful_tflops']:.4g}"), ("samples/s", number(r["samples_per_s"], 0))]
@@ -30,7 +30,7 @@ def _headline(r: dict) -> str:
     if r["peak_bytes"]:
         boxes.append(("peak memory", f"{r['peak_bytes'] / 2**30:.1f} GiB"))
     notes = [f"{r['samples']:,} samples and {r['tokens']:,} events a step."]
-    if r["peak_tflops"]:
+    if r["scaling_ratio"]:
         more = r["e2e_mfu_attention_x2.5"]
         notes.append(f"Attention's backward counts twice its forward; counted 2.5 times the E2E MFU is {more:.1%}.")
     else:
@@ -44,7 +44,7 @@ def _headline(r: dict) -> str:
 
 def _waterfall(r: dict, kinds: list[dict]) -> str:
     """From the peak to the E2E MFU: each kind of layer costs its time beyond useful FLOPs at the peak."""
-    if not r["peak_tflops"]:
+    if not r["scaling_ratio"]:
         return ""
     beyond = [(row["kind"], row["ms"] - 3 * row["flops"] / r["peak_tflops"] / 1e9) for row in kinds]
     beyond.append(("host", r["host_ms"]))

@@ -22,7 +22,7 @@ def headline(r: dict) -> list[str]:
         f"{r['useful_tflops']:.4g} useful TFLOPS ({r['useful_tflops'] / now['tflops']:.1%} of a matrix product now, "
         f"{now['tflops']:.3g} TFLOPS; a copy reaches {now['gbs']:.0f} GB/s)",
     ]  # fmt: skip
-    if r["peak_tflops"]:
+    if r["scaling_ratio"]:
         lines.append(
             f"E2E MFU {r['e2e_mfu']:.1%} = Local MFU {r['local_mfu']:.1%} x Scaling Ratio {r['scaling_ratio']:.3f}; "
             f"attention's backward counted twice (counted 2.5 times: E2E {r['e2e_mfu_attention_x2.5']:.1%})"

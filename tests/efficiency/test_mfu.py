@@ -18,7 +18,7 @@ def test_mfu_is_against_the_dense_bf16_peak():
 def test_an_unknown_device_has_no_mfu_and_a_sentence_says_so(device):
     """M1: no fall-back to another device's peak, not even to that of one with a similar name."""
     assert mfu.rates(1e9, 100.0, device)["mfu"] is None
-    assert mfu.local([{"flops": 10, "ms": 1.0}], hardware.bf16_peak(device)) is None
+    assert mfu.local([{"flops": 10, "forward_ms": 1.0, "backward_ms": 0.0}], hardware.bf16_peak(device)) is None
     assert repr(device) in hardware.why_no_mfu(device) and "no MFU" in hardware.why_no_mfu(device)
 
 
@@ -31,10 +31,19 @@ def test_peaks_are_dense():
 
 def test_local_mfu_is_the_mean_of_the_layers_weighted_by_flops():
     peak = 1.0  # TFLOPS: 1e9 FLOPs a millisecond
-    rows = [{"flops": 2e9, "ms": 12.0}, {"flops": 1e9, "ms": 3.0}, {"flops": 0, "ms": 50.0}]
-    assert mfu.of_layer(rows[0], peak) == pytest.approx(0.5) and mfu.of_layer(rows[1], peak) == pytest.approx(1.0)
-    assert mfu.local(rows, peak) == pytest.approx(2 / 3 * 0.5 + 1 / 3 * 1.0)
-    assert mfu.local([{"flops": 0, "ms": 1.0}], peak) is None
+    rows = [
+        {"flops": flops, "forward_ms": forward, "backward_ms": backward, "recompute_ms": 99.0}
+        for flops, forward, backward in ((2e9, 4.0, 8.0), (1e9, 1.0, 3.0), (0, 20.0, 30.0))
+    ]
+    assert mfu.local(rows, peak) == pytest.approx(2 / 3 * 0.5 + 1 / 3 * 0.75)
+    assert mfu.local(rows[2:], peak) is None
+
+
+def test_more_than_the_peak_is_no_mfu_but_a_warning():
+    with pytest.warns(UserWarning, match="1200 TFLOPS are above the peak"):
+        assert mfu.rates(1.2e15, 1.0, "NVIDIA H200") == {"useful_tflops": pytest.approx(1200), "mfu": None}
+    with pytest.warns(UserWarning, match="above the peak"):
+        assert mfu.local([{"flops": 1e9, "forward_ms": 1.0, "backward_ms": 1.0}], 1.0) is None
 
 
 def test_a_roof_binds_where_it_is_the_slower_one():
