@@ -117,12 +117,12 @@ def measure(config: Config, data: Path, techniques: tuple[str, ...], samples: in
     with only(techniques):
         job = _job(config, data, device, compiled=name == "baseline")
         layers_of = job.model.layers if name == "baseline" else None
-        print(f"{name}: built", flush=True)
+        print(f"{time.strftime('%X')} {name}: built", flush=True)
         row |= _quality(job, data, samples, size)
-        print(f"{name}: NE {row['ne']:.4f}", flush=True)
+        print(f"{time.strftime('%X')} {name}: NE {row['ne']:.4f}", flush=True)
         sized = partial(_batch, job, data)
         batch = profile.largest_batch(job, sized, size, LIMIT) if device.type == "cuda" else sized(size)
-        result = profile.measure(job, batch, warmup=1, steps=5, layers_of=layers_of)
+        result = profile.measure(job, batch, warmup=1, steps=5, layers_of=layers_of, count=False)
     row |= summary(result)
     row["peak_gib"] = result["peak_bytes"] and result["peak_bytes"] / 2**30
     del job, batch
@@ -185,7 +185,7 @@ def describe(row: dict) -> str:
     return text + (f"  {row['peak_gib']:.0f} GiB" if row["peak_gib"] is not None else "")
 
 
-def overhead(out: Path | None, *_, config: Config | None = None, rounds: int = 6, steps: int = 20,
+def overhead(out: Path | None, *_, config: Config | None = None, rounds: int = 4, steps: int = 20,
              device: str = "cuda") -> list[dict]:
     """What always-on logging costs: the training loop of `train.py` against the same loop without its log, in turns.
 
@@ -193,6 +193,7 @@ def overhead(out: Path | None, *_, config: Config | None = None, rounds: int = 6
     20) over that without, less 1. The small recipe, whose steps are short.
     """
     where, config = torch.device(device), config or small.recipe()
+    config = replace(config, data=replace(config.data, batch_size=min(config.data.batch_size, 1024)))
     law = {"lengths": "lognormal(512)", "max_length": 1024, "streams": 2}
     with tempfile.TemporaryDirectory() as folder:
         synthetic.build(Path(folder) / "data", users=2000, samples=rounds * 4096, **law)

@@ -1,8 +1,9 @@
 """The honest baseline of the training ladder: GEM's function in plain PyTorch on padded batches.
 
 Events are `[B, L, d]`, L the longest history the recipe keeps, padded behind the tokenizers, which all rungs share;
-attention is `scaled_dot_product_attention` with key masks, GDPA two batched products; every layer is compiled. It
-computes with the parameters of the GEM it is given and gives its logits, so that only speed differs.
+attention is `scaled_dot_product_attention` with key masks, GDPA two batched products; every layer of a stream and every
+attention to earlier layers is compiled. It computes with the parameters of the GEM it is given and gives its logits, so
+that only speed differs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves
 
 from opengem.data.batch import Batch, Embedded
 from opengem.efficiency import layers
@@ -49,19 +51,25 @@ class Part(nn.Module):
 
 
 class Baseline(nn.Module):
-    """`forward` like `gem`'s, for block or no self-attention. compiled: torch.compile each kind of layer."""
+    """`forward` like `gem`'s, for block or no self-attention. compiled: torch.compile each kind of attention layer.
+
+    The batch dimension is dynamic from the start, so that another batch size compiles nothing again.
+    """
 
     def __init__(self, gem: GEM, compiled: bool = True) -> None:
         super().__init__()
         self.gem, self.calls = gem, {}
-        self.stream, self.summary, self.cross, self.dense = (
+        self.stream, self.summary, self.cross = (
             partial(self.call, torch.compile(function) if compiled else function)
-            for function in (_stream_layer, _summary, _cross_layer, _call)
+            for function in (_stream_layer, _summary, _cross_layer)
         )
 
     def call(self, function: Callable, module: nn.Module, *inputs) -> Tensor:
         if module not in self.calls:
             self.calls[module] = Part(function, module)
+        for tensor in tree_leaves(inputs):
+            if isinstance(tensor, Tensor) and tensor.shape[0] > 1:
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
         return self.calls[module](*inputs)
 
     def flops(self, lengths: dict[str, list[int]]) -> dict[str, int]:
@@ -88,25 +96,21 @@ class Baseline(nn.Module):
             last = [self.summary(m, states[s].events, states[s].exists, candidate) for s, m in
                     gem.last_summaries.items()]
         flat = _norm(torch.cat([x[-1], *[part.to(x[-1].dtype) for part in last]], 1)).flatten(1)
-        return {name: self.dense(head, flat) for name, head in gem.heads.items()}
+        return {name: head(flat) for name, head in gem.heads.items()}
 
     def layer(self, layer: Layer, x: list[Tensor], states: dict[str, Padded], candidate: Tensor) -> Tensor:
         tokens = x[-1]
         if layer.cross_layer is not None:
             tokens = self.cross(layer.cross_layer, tokens, torch.cat(x[:-1], 1))
-        summary = self.dense(layer.weights, tokens)
+        summary = layer.weights(tokens)
         for name, stream in layer.streams.items():
             if stream.summary is not None:
                 states[name].pooled = self.summary(stream.summary, states[name].events, states[name].exists, candidate)
-        out = self.dense(layer.experts, torch.cat([summary, *[s.pooled.to(summary.dtype) for s in states.values()]], 1))
+        out = layer.experts(torch.cat([summary, *[s.pooled.to(summary.dtype) for s in states.values()]], 1))
         for name, stream in layer.streams.items():
             state = states[name]
             state.events = self.stream(stream, state.events, state.exists, state.angles, summary)
         return out
-
-
-def _call(module: nn.Module, x: Tensor) -> Tensor:
-    return module(x)
 
 
 def _norm(x: Tensor) -> Tensor:

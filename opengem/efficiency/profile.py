@@ -32,10 +32,11 @@ KINDS = {"model": "between layers", "gradients": "gradient sums"}  # of ranges t
 
 
 def measure(job, batch: Batch, warmup: int = 5, steps: int = 10, layers_of: Callable | None = None,
-            batch_ms: float = 0.0) -> dict:
+            batch_ms: float = 0.0, count: bool = True) -> dict:
     """Profile training steps of `job` (a `job.Job`) on `batch`, which is on the job's device.
 
     warmup: steps before anything is measured (compilation, caches). steps: timed steps, without the profiler.
+    count: also run a step that counts work, uncompiled, for the bounds (without, all bounds are 0).
     batch_ms: what the loader takes for a batch; what exceeds a step is waited for.
     layers_of: history lengths -> the model's layers, for a model that is not a `GEM` (default: `layers.parts`).
     Times are milliseconds. `rows`: one a layer, one for each other part of the step, and `host`, what no kernel fills
@@ -54,9 +55,10 @@ def measure(job, batch: Batch, warmup: int = 5, steps: int = 10, layers_of: Call
     lengths = history_lengths(batch)
     layers = layers_of(lengths) if layers_of else parts(job.model, lengths)
     with ranged(job.model, layers, phases(job)) as ranges:
-        work = counting.count(step, ranges, bound)
+        work = counting.count(step, ranges, bound) if count else {}
         found, traced_ms = traced(step, ranges, job.device)
-    others(job, batch, work, bound)
+    if count:
+        others(job, batch, work, bound)
     name = hardware.device_name(job.device)
     result = {
         "device": name, "dtype": str(job.dtype).removeprefix("torch."), "samples": batch.batch_size,
