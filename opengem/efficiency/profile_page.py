@@ -37,7 +37,8 @@ def _headline(r: dict) -> str:
         notes.append(hardware.why_no_mfu(r["device"]) + ".")
     notes.append(
         f"In this process a matrix product reaches {r['now']['tflops']:.4g} TFLOPS and a copy {r['now']['gbs']:,.0f} "
-        f"GB/s. Layers and host are {r['accounted']:.1%} of the step."
+        f"GB/s. Layers take {r['attributed_ms']:,.2f} ms, the host {r['host_ms']:,.2f} ms; together "
+        f"{r['accounted']:.1%} of the step."
     )
     return f'{tiles(boxes)}<p class="note">{html.escape(" ".join(notes))}</p>'
 
