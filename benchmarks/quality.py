@@ -48,7 +48,7 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> None:
-    """Run everything the arguments ask for; every finished run is on disk before the next one starts."""
+    """Run everything the arguments ask for; every score is on disk before the next one is worked on."""
     schema = Schema.load(arguments.data)
     facts = gpu_environment(torch.device("cuda")) if torch.cuda.is_available() else environment(torch.device("cpu"))
     if arguments.baselines:
@@ -57,8 +57,7 @@ def main(arguments: Arguments) -> None:
     for features in arguments.features:
         for seed in arguments.seeds:
             config = _config(arguments, features, seed)
-            done = _one(config, arguments, schema, f"{arguments.recipe}, {features} optional features", seed)
-            _append(arguments.out, done, facts)
+            _one(config, arguments, schema, f"{arguments.recipe}, {features} optional features", seed, facts)
     rows = [json.loads(line) for line in arguments.out.read_text().splitlines()] if arguments.out.is_file() else []
     print("\n".join(_summary([row for row in rows if row["case"] == schema.name])))
 
@@ -70,17 +69,21 @@ def _config(arguments: Arguments, features: str, seed: int) -> Config:
     return replace(config, data=data, train=replace(config.train, seed=seed, progress=False, save_every=0))
 
 
-def _one(config: Config, arguments: Arguments, schema: Schema, name: str, seed: int) -> list[dict]:
+def _one(config: Config, arguments: Arguments, schema: Schema, name: str, seed: int, facts: dict) -> None:
+    start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        run, start = Path(folder) / "run", time.perf_counter()
+        run = Path(folder) / "run"
         summary = train(config, arguments.data, run, with_baselines=False)
-        rows = _rows(schema, name, summary["splits"][arguments.split], "strict", seed)
+        facts = facts | {"samples_per_s": summary["samples_per_s"]}
+
+        def write(scores: dict, mode: str) -> None:
+            rows = _rows(schema, name, scores, mode, seed)
+            _append(arguments.out, [row | {"seconds": time.perf_counter() - start} for row in rows], facts)
+
+        write(summary["splits"][arguments.split], "strict")
         job = open_run(run, arguments.data)
         rates = base_rates(arguments.data, schema, config.data.train_split)
-        online = evaluate_split(job, arguments.data, arguments.split, rates, progressive=True)
-        rows += _rows(schema, name, online, "progressive", seed)
-    speed = {"seconds": time.perf_counter() - start, "samples_per_s": summary["samples_per_s"]}
-    return [row | speed for row in rows]
+        write(evaluate_split(job, arguments.data, arguments.split, rates, progressive=True), "progressive")
 
 
 def _rows(schema: Schema, name: str, tasks: dict[str, dict], mode: str, seed: int | None) -> list[dict]:
