@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-
 class Head(nn.Module):
     """Flattened, normalised tokens `[B, width]` -> hidden -> hidden / 2 -> one logit, float32 `[B]`.
 

@@ -243,7 +243,8 @@ class EmbeddingCollection:
 
     def finite(self) -> Tensor:
         """0-dim bool on the device: whether every gradient since the last step is finite, on every process."""
-        total = sum((leaves.grads.sum(dtype=torch.float32) for _, leaves in self.pending), self.reader.bad.new_zeros(()))
+        sums = (leaves.grads.sum(dtype=torch.float32) for _, leaves in self.pending)
+        total = sum(sums, torch.zeros((), device=self.reader.device))
         return self.router.agree(total.isfinite())
 
     def step(self, lr: float) -> None:
