@@ -33,35 +33,51 @@ CONFIGS = {
 DEAD = tl.constexpr(-1e30)  # score of a key outside the sample; finite, so that a tile without keys gives no NaN
 
 
-@triton.jit
-def _locate(offsets, batch, tile, rows, BLOCK: tl.constexpr):
-    """(first row, end of its sample, end of what to write, position of the first row) of a tile.
+@triton.jit(do_not_specialize=["rows", "batch", "tiles"])
+def _map(offsets, place, rows, batch, tiles, BLOCK: tl.constexpr, SLOTS: tl.constexpr):
+    """`place` int64 `[tiles, 2]`: first row; position << 16 | rows to write << 8 | live rows. A program takes a sample.
 
-    A search of 32 ways, one lane each: three dependent loads for a thousand samples, where halving takes ten. The last
-    sample also writes zeros to rows behind the last offset.
+    The last sample also owns the rows behind the last offset: they are written (zeros) but not live.
     """
-    low = tile * 0
-    high = low + batch
-    while high - low > 1:
-        step = tl.cdiv(high - low, 32)
-        probe = low + step * tl.arange(0, 32)
-        inside = probe < high
-        first_tile = tl.load(offsets + probe, mask=inside, other=0).to(tl.int64) // BLOCK + probe
-        ours = tl.sum((inside & (first_tile <= tile)).to(tl.int32), 0)
-        low += step * tl.maximum(ours - 1, 0)
-        high = tl.minimum(high, low + step)
-    begin = tl.load(offsets + low).to(tl.int64)
-    end = tl.load(offsets + low + 1).to(tl.int64)
-    position = (tile - begin // BLOCK - low) * BLOCK
-    limit = tl.where(low == batch - 1, rows, end)
-    return begin + position, end, limit, position
+    sample = tl.program_id(0)
+    last = sample == batch - 1
+    begin = tl.load(offsets + sample).to(tl.int64)
+    end = tl.load(offsets + sample + 1).to(tl.int64)
+    limit = tl.where(last, rows, end)
+    tile = begin // BLOCK + sample
+    count = tl.where(last, tiles, end // BLOCK + sample + 1) - tile
+    for start in range(0, count, SLOTS):
+        slot = start + tl.arange(0, SLOTS)
+        position = slot.to(tl.int64) * BLOCK
+        first = begin + position
+        live = tl.minimum(tl.maximum(end - first, 0), BLOCK)
+        written = tl.minimum(tl.maximum(limit - first, 0), BLOCK)
+        target = place + 2 * (tile + slot)
+        tl.store(target, first, mask=slot < count)
+        tl.store(target + 1, position << 16 | written << 8 | live, mask=slot < count)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _pack(cos, sin, turns, count, SIZE: tl.constexpr):
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    low = tl.load(cos + at, mask=at < count).to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
+    high = tl.load(sin + at, mask=at < count).to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
+    tl.store(turns + at, (high << 16 | low).to(tl.int32, bitcast=True), mask=at < count)
+
+
+@triton.jit
+def _locate(place, tile):
+    """(first row, live rows, rows to write, position of the first row) of a tile: one load, not a search."""
+    first = tl.load(place + 2 * tile, eviction_policy="evict_last")
+    packed = tl.load(place + 2 * tile + 1, eviction_policy="evict_last")
+    return first, (packed & 0xFF).to(tl.int32), (packed >> 8 & 0xFF).to(tl.int32), packed >> 16
 
 
 @triton.jit
 def _load(tile, stride, live, WIDTH: tl.constexpr):
     """Rows of `[.., WIDTH]` from `tile` on, zeros where not live. Offsets in a tile are 32 bits: fewer registers."""
     offset = tl.arange(0, live.shape[0])[:, None] * stride + tl.arange(0, WIDTH)[None, :]
-    return tl.load(tile + offset, mask=live[:, None], other=0.0)
+    return tl.load(tile + offset, mask=live[:, None], other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -123,15 +139,15 @@ def _softmax(scores, live, scale_log2):
     return p, tl.sum(p, 1)
 
 
-@triton.jit(do_not_specialize=["rows", "batch", "positions"])
-def _forward(q, k, v, out, offsets, turns, rows, batch, positions, heads, scale,
+@triton.jit(do_not_specialize=["positions"])
+def _forward(q, k, v, out, place, turns, positions, heads, scale,
              q_row, q_head, k_row, k_head, v_row, v_head, out_row, out_head,
              BLOCK: tl.constexpr, HALF: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
     head = (tl.program_id(0) % heads).to(tl.int64)
-    first, end, limit, start = _locate(offsets, batch, tl.program_id(0) // heads, rows, BLOCK)
-    if first >= limit:
+    first, count, written, start = _locate(place, tl.program_id(0) // heads)
+    if written == 0:
         return
-    live = tl.arange(0, BLOCK) < end - first
+    live = tl.arange(0, BLOCK) < count
     q += first * q_row + head * q_head
     k += first * k_row + head * k_head
     values = _load(v + first * v_row + head * v_head, v_row, live, 2 * HALF)
@@ -148,20 +164,20 @@ def _forward(q, k, v, out, offsets, turns, rows, batch, positions, heads, scale,
         scores = tl.dot(queries, tl.trans(keys))
     p, total = _softmax(scores, live, scale * LOG2E)
     o = tl.dot(p.to(values.dtype), values) / total[:, None]
-    written = tl.arange(0, BLOCK) < limit - first
+    written = tl.arange(0, BLOCK) < written
     _store(out + first * out_row + head * out_head, out_row, written, tl.where(live[:, None], o, 0.0), 2 * HALF)
 
 
-@triton.jit(do_not_specialize=["rows", "batch", "positions"])
-def _backward(grad, q, k, v, grad_q, grad_k, grad_v, offsets, turns, rows, batch, positions, heads, scale,
+@triton.jit(do_not_specialize=["positions"])
+def _backward(grad, q, k, v, grad_q, grad_k, grad_v, place, turns, positions, heads, scale,
               grad_row, grad_head, q_row, q_head, k_row, k_head, v_row, v_head, out_row, out_head,
               BLOCK: tl.constexpr, HALF: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
     head = (tl.program_id(0) % heads).to(tl.int64)
-    first, end, limit, start = _locate(offsets, batch, tl.program_id(0) // heads, rows, BLOCK)
-    if first >= limit:
+    first, count, written, start = _locate(place, tl.program_id(0) // heads)
+    if written == 0:
         return
-    live = tl.arange(0, BLOCK) < end - first
-    written = tl.arange(0, BLOCK) < limit - first
+    live = tl.arange(0, BLOCK) < count
+    written = tl.arange(0, BLOCK) < written
     q += first * q_row + head * q_head
     k += first * k_row + head * k_head
     out = first * out_row + head * out_head
@@ -206,10 +222,10 @@ def _plain_rows(x: Tensor) -> Tensor:
 
 def _turns(cos: Tensor, sin: Tensor, positions: int) -> Tensor:
     """int32 `[positions, D / 2]`: cos in the low and sin in the high half of a word, both fp16."""
-    if cos.shape[0] == 0:
-        return cos.view(torch.int32)
-    pair = torch.stack((cos[:positions], sin[:positions]), 2).half()
-    return pair.view(torch.int32).squeeze(2)
+    turns = torch.empty((positions, cos.shape[1]), dtype=torch.int32, device=cos.device)
+    count = turns.numel()
+    _pack[(triton.cdiv(count, 1024),)](cos.contiguous(), sin.contiguous(), turns, count, SIZE=1024)
+    return turns
 
 
 def _launch(kernel, direction: str, inputs: list[Tensor], outputs: list[Tensor], offsets: Tensor, cos: Tensor,
@@ -221,11 +237,14 @@ def _launch(kernel, direction: str, inputs: list[Tensor], outputs: list[Tensor],
             out.zero_()
         return
     rope = cos.shape[0] > 0
-    turns = _turns(cos, sin, max(1, max_length))
+    turns = _turns(cos, sin, min(cos.shape[0], max(1, max_length))) if rope else cos
     inputs = [_plain_rows(x) for x in inputs]
     strides = [n for x in (*inputs, outputs[0]) for n in x.stride()[:2]]
-    kernel[((rows // block + batch) * heads,)](
-        *inputs, *outputs, offsets, turns, rows, batch, turns.shape[0], heads, scale, *strides, BLOCK=block,
+    tiles = rows // block + batch
+    place = torch.empty((tiles, 2), dtype=torch.int64, device=offsets.device)
+    _map[(batch,)](offsets, place, rows, batch, tiles, BLOCK=block, SLOTS=32, num_warps=1)
+    kernel[(tiles * heads,)](
+        *inputs, *outputs, place, turns, turns.shape[0], heads, scale, *strides, BLOCK=block,
         HALF=dim // 2, ROPE=rope, INTERLEAVED=rope and interleaved, num_stages=1, **CONFIGS[direction, dim, rope])
 
 
