@@ -11,6 +11,8 @@ from torch import Tensor
 TILE = 8192  # elements a program of four warps copies: eight 16-byte accesses a thread
 SUM_TILE = 4096  # the same for sums, which hold it in fp32
 SUM_COLUMNS = 128  # of a sample's rows a program sums: narrow, so that long samples are spread over programs
+SUM_STAGES = 3  # tiles under way
+USES = 512  # uses of rows a program counts, places or ranks
 COUNTS = ["rows", "batch", "steps"]  # change from batch to batch: never part of what is compiled
 
 
@@ -117,13 +119,13 @@ def _broadcast_add(values, dense, offsets, out, rows, width, batch, steps, ROWS:
 
 
 @triton.jit
-def _segment_sum(values, offsets, out, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _segment_sum(values, offsets, out, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr):
     blocks = tl.cdiv(width, COLUMNS)
     segment = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
     start, end = tl.load(offsets + segment).to(tl.int64), tl.load(offsets + segment + 1).to(tl.int64)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(start, end, ROWS):
+    for first in tl.range(start, end, ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS)
         mask = (row < end)[:, None] & (column < width)[None, :]
         total += tl.load(values + row[:, None] * width + column[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -131,16 +133,50 @@ def _segment_sum(values, offsets, out, width, ROWS: tl.constexpr, COLUMNS: tl.co
     tl.store(out + segment * width + column, total.to(out.dtype.element_ty), mask=column < width)
 
 
+@triton.jit(do_not_specialize=["uses", "rows"])
+def _count_uses(index, counts, arrival, uses, rows, USES: tl.constexpr):
+    """How often each row is used, and for each use how many of its row came before it (in whatever order they came)."""
+    use = tl.program_id(0) * USES + tl.arange(0, USES)
+    row = tl.load(index + use, mask=use < uses, other=-1)
+    known = (row >= 0) & (row < rows)
+    tl.store(arrival + use, tl.atomic_add(counts + row, 1, mask=known, sem="relaxed"), mask=known)
+
+
+@triton.jit(do_not_specialize=["uses", "rows"])
+def _place_uses(index, ends, counts, arrival, order, uses, rows, USES: tl.constexpr):
+    """Uses grouped by row, those of a row in order of arrival. `ends` is the running sum of `counts`."""
+    use = tl.program_id(0) * USES + tl.arange(0, USES)
+    row = tl.load(index + use, mask=use < uses, other=-1)
+    known = (row >= 0) & (row < rows)
+    first = tl.load(ends + row, mask=known) - tl.load(counts + row, mask=known)
+    tl.store(order + first + tl.load(arrival + use, mask=known), use, mask=known)
+
+
+@triton.jit(do_not_specialize=["uses", "rows"])
+def _rank_uses(index, ends, counts, order, ranked, uses, rows, USES: tl.constexpr):
+    """The same with the uses of a row in their own order, so that no order of arrival decides a sum."""
+    use = tl.program_id(0) * USES + tl.arange(0, USES)
+    row = tl.load(index + use, mask=use < uses, other=-1)
+    known = (row >= 0) & (row < rows)
+    count = tl.load(counts + row, mask=known, other=0)
+    first = tl.load(ends + row, mask=known, other=0) - count
+    rank = tl.zeros([USES], tl.int32)
+    if tl.max(count, 0) > 1:
+        for other in range(0, tl.max(count, 0)):
+            rank += (tl.load(order + first + other, mask=other < count, other=0x7FFFFFFF) < use).to(tl.int32)
+    tl.store(ranked + first + rank, use, mask=known)
+
+
 @triton.jit(do_not_specialize=COUNTS)
-def _sum_uses(grad, order, starts, out, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Row r of `out` is the sum of the rows `order[starts[r] : starts[r + 1]]` of `grad`, one after the other."""
+def _sum_uses(grad, order, ends, counts, out, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Row r of `out` is the sum of the rows `order[ends[r] - counts[r] : ends[r]]` of `grad`, one after the other."""
     row, column = _tile(rows, width, ROWS, COLUMNS)
-    first = tl.load(starts + row, mask=row < rows, other=0).to(tl.int64)
-    count = tl.load(starts + row + 1, mask=row < rows, other=0).to(tl.int64) - first
+    count = tl.load(counts + row, mask=row < rows, other=0)
+    first = tl.load(ends + row, mask=row < rows, other=0) - count
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     mask = (row < rows)[:, None] & (column < width)[None, :]
     for use in range(0, tl.max(count, 0)):
-        source = tl.load(order + first + use, mask=use < count, other=-1)
+        source = tl.load(order + first + use, mask=use < count, other=-1).to(tl.int64)
         live = mask & (source >= 0)[:, None]
         total += tl.load(grad + source[:, None] * width + column[None, :], mask=live, other=0.0).to(tl.float32)
     tl.store(out + row[:, None] * width + column[None, :], total.to(out.dtype.element_ty), mask=mask)
@@ -272,17 +308,20 @@ def gather_rows(values: Tensor, index: Tensor) -> Tensor:
 
 
 def gather_rows_backward(grad: Tensor, index: Tensor, rows: int) -> Tensor:
-    """See `reference.gather_rows_backward`; what lies outside the rows is sorted to the ends and left out."""
-    out = grad.new_empty((rows, *grad.shape[1:]))
-    if out.numel() == 0 or grad.shape[0] == 0:
+    """See `reference.gather_rows_backward`. Uses are counted and placed, not sorted: integers may arrive in any order."""
+    out, uses = grad.new_empty((rows, *grad.shape[1:])), index.shape[0]
+    if out.numel() == 0 or uses == 0:
         return out.zero_()
-    keys = index.clamp(-1, rows)
-    keys = keys.int() if rows < 1 << 31 else keys  # half the passes of the sort
-    ordered, order = torch.sort(keys, stable=True)
-    starts = torch.searchsorted(ordered, torch.arange(rows + 1, device=grad.device, dtype=keys.dtype))
-    width = _width(out, rows)
+    index, width = index.contiguous(), _width(out, rows)
+    counts = torch.zeros(rows, dtype=torch.int32, device=grad.device)
+    arrival, order, ranked = torch.empty((3, uses), dtype=torch.int32, device=grad.device)
+    place, options = (triton.cdiv(uses, USES),), {"USES": USES, "num_warps": 4}
+    _count_uses[place](index, counts, arrival, uses, rows, **options)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    _place_uses[place](index, ends, counts, arrival, order, uses, rows, **options)
+    _rank_uses[place](index, ends, counts, order, ranked, uses, rows, **options)
     grid, tile = _shape(rows, width, SUM_TILE)
-    _sum_uses[grid](grad.contiguous(), order, starts, out, rows, width, **tile)
+    _sum_uses[grid](grad.contiguous(), ranked, ends, counts, out, rows, width, **tile)
     return out
 
 
@@ -295,7 +334,7 @@ def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
     width = _width(out, segments)
     columns = min(triton.next_power_of_2(width), SUM_COLUMNS)
     _segment_sum[(segments * triton.cdiv(width, columns),)](
-        values.contiguous(), offsets, out, width, ROWS=SUM_TILE // columns, COLUMNS=columns)
+        values.contiguous(), offsets, out, width, ROWS=SUM_TILE // columns, COLUMNS=columns, STAGES=SUM_STAGES)
     return out
 
 

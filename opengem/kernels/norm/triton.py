@@ -19,8 +19,9 @@ TILE = 8192  # elements of a tile of the forward, with eight warps
 BACKWARD_TILE = 2048  # the same for the backward, which holds more of them
 BACKWARD_PROGRAMS = 2  # of eight warps an SM
 BACKWARD_STAGES = 4  # tiles under way: the sums over a row would otherwise leave the memory idle
-QUANTIZED_CHUNKS = 4  # of columns, one at a time; wide rows want few CTAs an SM, so that the L2 still has them
-QUANTIZED_STAGES = 1  # chunks under way
+QUANTIZED_WIDTH = 1024  # up to it the fused quantisation keeps 32 whole rows in registers; a warp for 32 columns
+QUANTIZED_STAGES = 3  # tiles under way; two where a residual doubles them
+QUANTIZED_CHUNK = 1024  # columns at a time of wider rows
 
 
 @triton.jit
@@ -77,49 +78,100 @@ def _forward(x, residual, weight, bias, y, total, mean_out, rstd_out, rows, widt
     _store_statistics(mean_out, rstd_out, row, rows, mean, rstd, CENTERED)
 
 
+@triton.jit
+def _load_chunk(x, residual, total, row, rows, start, width, RESIDUAL: tl.constexpr, CHUNK: tl.constexpr):
+    columns = start + tl.arange(0, CHUNK)
+    mask = (row < rows)[:, None] & (columns < width)[None, :]
+    pointer = row[:, None] * width + columns[None, :]
+    values = tl.load(x + pointer, mask=mask, other=0.0)
+    if RESIDUAL:
+        added = values.to(tl.float32) + tl.load(residual + pointer, mask=mask, other=0.0).to(tl.float32)
+        values = added.to(x.dtype.element_ty)
+        tl.store(total + pointer, values, mask=mask)
+    return values
+
+
+@triton.jit
+def _join(mean, squares, values, start, width, CENTERED: tl.constexpr, CHUNK: tl.constexpr):
+    """Statistics of the columns before `start` joined with those of a chunk (Chan, Golub and LeVeque)."""
+    values = values.to(tl.float32)
+    if CENTERED:
+        count = tl.minimum(width - start, CHUNK).to(tl.float32)
+        middle = tl.sum(values, 1) / count
+        inside = (start + tl.arange(0, CHUNK) < width)[None, :]
+        values = tl.where(inside, values - middle[:, None], 0.0)
+        share = count / (start + count)
+        squares += (middle - mean) * (middle - mean) * start * share
+        mean += (middle - mean) * share
+    return mean, squares + tl.sum(values * values, 1)
+
+
+@triton.jit
+def _quantize_chunk(values, mean, rstd, weight, bias, data, scale, row, rows, start, width, block_row,
+                    WEIGHT: tl.constexpr, BIAS: tl.constexpr, CENTERED: tl.constexpr, CHUNK: tl.constexpr):
+    columns = start + tl.arange(0, CHUNK)
+    kind = values.dtype
+    unit = values.to(tl.float32)
+    if CENTERED:
+        unit = unit - mean[:, None]
+    unit = _affine(unit * rstd[:, None], weight, bias, columns, width, WEIGHT, BIAS)
+    if CENTERED or BIAS:
+        unit = tl.where((row < rows)[:, None] & (columns < width)[None, :], unit, 0.0)
+    scaled, exponent = quantize_tile(unit.to(kind).to(tl.float32), CHUNK)
+    mask = (row < rows)[:, None] & (columns < width)[None, :]
+    tl.store(data + row[:, None] * width + columns[None, :], scaled.to(data.dtype.element_ty), mask=mask)
+    used = tl.cdiv(width, 32)
+    block = start // 32 + tl.arange(0, CHUNK // 32)
+    tl.store(scale + block_row * used + block, exponent.to(tl.uint8), mask=block < used)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _forward_mx(x, residual, weight, bias, data, scale, total, mean_out, rstd_out, rows, width, eps,
                 CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
                 CHUNK: tl.constexpr, STAGES: tl.constexpr):
-    """A program takes 32 rows twice: for their statistics, then to scale blocks of 32 columns (as `mx.reference` does).
+    """A program walks over tiles of 32 whole rows, the next ones under way: statistics, then blocks of 32 columns scaled
+    as `mx.reference` does."""
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, 32), tl.num_programs(0), num_stages=STAGES):
+        block_row = tl.cast(tile, tl.int64)
+        row = block_row * 32 + tl.arange(0, 32)
+        values = _load_chunk(x, residual, total, row, rows, 0, width, RESIDUAL, CHUNK)
+        _, mean, rstd = _normalised(values.to(tl.float32), tl.arange(0, CHUNK), width, eps, CENTERED)
+        _store_statistics(mean_out, rstd_out, row, rows, mean, rstd, CENTERED)
+        _quantize_chunk(values, mean, rstd, weight, bias, data, scale, row, rows, 0, width, block_row, WEIGHT, BIAS,
+                        CENTERED, CHUNK)
 
-    The second time goes from the last columns to the first and finds the rows in cache. Statistics of a chunk of
-    columns join those of the chunks before it (Chan, Golub and LeVeque), so no mean is subtracted from a square.
+
+@triton.jit(do_not_specialize=["rows"])
+def _forward_mx_wide(x, residual, weight, bias, data, scale, total, mean_out, rstd_out, rows, width, eps,
+                     CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+                     CHUNK: tl.constexpr):
+    """A program takes 32 rows: their statistics, then blocks of 32 columns scaled as `mx.reference` does.
+
+    The last chunk of columns stays in registers; those before it are read a second time, the latest first.
     """
-    row = tl.program_id(0).to(tl.int64) * 32 + tl.arange(0, 32)
+    block_row = tl.program_id(0).to(tl.int64)
+    row = block_row * 32 + tl.arange(0, 32)
     mean = tl.zeros([32], tl.float32)
     squares = tl.zeros([32], tl.float32)
-    for start in tl.range(0, width, CHUNK, num_stages=STAGES):
-        columns = start + tl.arange(0, CHUNK)
-        mask = (row < rows)[:, None] & (columns < width)[None, :]
-        values = _load_sum(x, residual, total, row[:, None] * width + columns[None, :], mask, RESIDUAL)
-        if CENTERED:
-            count = tl.minimum(width - start, CHUNK).to(tl.float32)
-            middle = tl.sum(values, 1) / count
-            values = tl.where(mask, values - middle[:, None], 0.0)
-            share = count / (start + count)
-            squares += (middle - mean) * (middle - mean) * start * share
-            mean += (middle - mean) * share
-        squares += tl.sum(values * values, 1)
+    last = (width - 1) // CHUNK * CHUNK
+    for start in range(0, last, CHUNK):
+        values = _load_chunk(x, residual, total, row, rows, start, width, RESIDUAL, CHUNK)
+        mean, squares = _join(mean, squares, values, start, width, CENTERED, CHUNK)
+    values = _load_chunk(x, residual, total, row, rows, last, width, RESIDUAL, CHUNK)
+    mean, squares = _join(mean, squares, values, last, width, CENTERED, CHUNK)
     rstd = tl.rsqrt(squares / width + eps)
     _store_statistics(mean_out, rstd_out, row, rows, mean, rstd, CENTERED)
-    source = total if RESIDUAL else x
-    if RESIDUAL:
+    _quantize_chunk(values, mean, rstd, weight, bias, data, scale, row, rows, last, width, block_row, WEIGHT, BIAS,
+                    CENTERED, CHUNK)
+    if last > 0:
         tl.debug_barrier()  # other threads read what this one wrote
-    chunks = tl.cdiv(width, CHUNK)
-    used = tl.cdiv(width, 32)
-    for back in tl.range(0, chunks, num_stages=STAGES):
-        start = (chunks - 1 - back) * CHUNK
+    for back in range(0, last // CHUNK):
+        start = (last // CHUNK - 1 - back) * CHUNK
         columns = start + tl.arange(0, CHUNK)
-        mask = (row < rows)[:, None] & (columns < width)[None, :]
-        pointer = row[:, None] * width + columns[None, :]
-        values = tl.load(source + pointer, mask=mask, other=0.0).to(tl.float32)
-        unit = _affine((values - mean[:, None]) * rstd[:, None], weight, bias, columns, width, WEIGHT, BIAS)
-        rounded = unit.to(x.dtype.element_ty).to(tl.float32)
-        scaled, exponent = quantize_tile(tl.where(mask, rounded, 0.0), CHUNK)
-        tl.store(data + pointer, scaled.to(data.dtype.element_ty), mask=mask)
-        block = start // 32 + tl.arange(0, CHUNK // 32)
-        tl.store(scale + tl.program_id(0).to(tl.int64) * used + block, exponent.to(tl.uint8), mask=block < used)
+        values = tl.load((total if RESIDUAL else x) + row[:, None] * width + columns[None, :],
+                         mask=(row < rows)[:, None], other=0.0)
+        _quantize_chunk(values, mean, rstd, weight, bias, data, scale, row, rows, start, width, block_row, WEIGHT,
+                        BIAS, CENTERED, CHUNK)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -198,12 +250,18 @@ def norm_quantize_forward(x: Tensor, residual: Tensor | None, weight: Tensor | N
     scale = x.new_empty((-(-rows // 32), -(-width // 32)), dtype=torch.uint8)
     total, mean, rstd = _row_outputs(x, residual, centered)
     options = _options(x, residual, weight, bias, centered)
-    chunk = min(max(options.pop("WIDTH") // QUANTIZED_CHUNKS, 128), 512)
-    if rows:
-        _forward_mx[(scale.shape[0],)](
-            x, x if residual is None else residual.contiguous(), x if weight is None else weight.contiguous(),
-            x if bias is None else bias.contiguous(), data, scale, total, mean, rstd, rows, width, eps, **options,
-            CHUNK=chunk, STAGES=QUANTIZED_STAGES, num_warps=chunk // 32, maxnreg=128)
+    padded = max(options.pop("WIDTH"), 32)
+    arguments = (x, x if residual is None else residual.contiguous(), x if weight is None else weight.contiguous(),
+                 x if bias is None else bias.contiguous(), data, scale, total, mean, rstd, rows, width, eps)
+    blocks = scale.shape[0]
+    if rows and padded <= QUANTIZED_WIDTH:
+        warps = padded // 32
+        stages = QUANTIZED_STAGES if residual is None else 2
+        _forward_mx[(min(blocks, 32 // warps * multiprocessors(x.device)),)](
+            *arguments, **options, CHUNK=padded, STAGES=stages, num_warps=warps, maxnreg=64)
+    elif rows:
+        _forward_mx_wide[(blocks,)](*arguments, **options, CHUNK=QUANTIZED_CHUNK, num_warps=QUANTIZED_CHUNK // 32,
+                                    maxnreg=64)
     return data, scale, total, mean, rstd
 
 
