@@ -45,7 +45,8 @@ def block(copy, only):
                             if impl == "block_loop":
                                 if reg is None: continue
                                 mod.SHARE = share
-                            mod.CONFIGS[direction, dim, rope is not None] = {"num_warps": 4} | ({"maxnreg": reg} if reg else {})
+                            if impl == "new": mod.REGISTERS[direction, dim] = reg
+                            else: mod.CONFIGS[direction, dim, rope is not None] = {"num_warps": 4} | ({"maxnreg": reg} if reg else {})
                             t = none if rope is None else tab
                             tail = (off, *t, LONGEST, 64, dim ** -0.5, bool(rope))
                             run = (lambda: mod.block_forward(q, k, v, *tail)) if direction == "forward" else (lambda: mod.block_backward(g, q, k, v, *tail))

@@ -106,11 +106,6 @@ def compare(call: Callable[..., Tensor], *inputs: Tensor, plain: Callable[..., T
 # ---- block attention ---------------------------------------------------------------------------------------------
 
 
-def block_options(dim: int) -> Iterator[dict]:
-    for registers in (None, 168, 128) if dim == 128 else (None, 128):
-        yield {"num_warps": 4} | ({} if registers is None else {"maxnreg": registers})
-
-
 def block_rope(dim: int, rotation: bool | None, positions: int) -> tuple | None:
     return None if rotation is None else (*rope_tables(positions, dim, device=DEVICE), rotation)
 
@@ -157,9 +152,9 @@ def block_sweep(dim: int, rotation: bool | None, direction: str, copy: float) ->
     run = (lambda: block.block_forward(q, k, v, *tail)) if forward else (
         lambda: block.block_backward(grad, q, k, v, *tail))
     first = None
-    for options in block_options(dim):
-        block.CONFIGS[direction, dim, rotation is not None] = options
-        line = {"direction": direction, "dim": dim, "rope": rotation, "options": options}
+    for registers in (None, 168, 128) if dim == 128 else (None, 128):
+        block.REGISTERS[direction, dim] = registers
+        line = {"direction": direction, "dim": dim, "rope": rotation, "registers": registers}
         try:
             out = run()
             out = out if forward else torch.cat([x[:4096].flatten() for x in out])
@@ -203,9 +198,9 @@ def section_norm(copy: float) -> Iterator[dict]:
         yield {"width": width, "op": "rms"} | speed(lambda x=x, w=w: rms_norm(x, w), 2 * size, copy)
         yield {"width": width, "op": "rms_residual"} | speed(
             lambda x=x, w=w, r=r: rms_norm(x, w, residual=r), 4 * size, copy)
-        for chunks, stages in ((2, 2), (4, 1), (4, 2), (4, 3), (8, 2)):
-            norm.QUANTIZED_CHUNKS, norm.QUANTIZED_STAGES = chunks, stages
-            yield {"width": width, "op": "rms_quantize", "chunks": chunks, "stages": stages} | speed(
+        for stages in (2, 3, 4):
+            norm.QUANTIZED_STAGES = stages
+            yield {"width": width, "op": "rms_quantize", "stages": stages} | speed(
                 lambda x=x, w=w: rms_norm(x, w, quantize="e4m3"), size + size // 2, copy)
         yield {"width": width, "op": "quantize"} | speed(lambda x=x: quantize_mx(x), size + size // 2, copy)
         statistic = torch.ones(rows, device=DEVICE)

@@ -17,19 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from opengem.kernels.launch import kind_of, launch
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
-# (direction, head dim, rope) -> launch options; one choice each, so that bits never depend on tuning
-CONFIGS = {
-    ("forward", 64, False): {"num_warps": 4, "maxnreg": 128},
-    ("forward", 128, False): {"num_warps": 4, "maxnreg": 128},
-    ("forward", 64, True): {"num_warps": 4, "maxnreg": 128},
-    ("forward", 128, True): {"num_warps": 4, "maxnreg": 128},
-    ("backward", 64, False): {"num_warps": 4, "maxnreg": 128},
-    ("backward", 128, False): {"num_warps": 4, "maxnreg": 168},
-    ("backward", 64, True): {"num_warps": 4, "maxnreg": 128},
-    ("backward", 128, True): {"num_warps": 4, "maxnreg": 168},
-}
+# (direction, head dim) -> registers a thread of the four warps; one choice each, so that bits never depend on tuning
+REGISTERS = {("forward", 64): 128, ("forward", 128): 128, ("backward", 64): 128, ("backward", 128): 168}
 DEAD = tl.constexpr(-1e30)  # score of a key outside the sample; finite, so that a tile without keys gives no NaN
 
 
@@ -223,8 +216,8 @@ def _plain_rows(x: Tensor) -> Tensor:
 def _turns(cos: Tensor, sin: Tensor, positions: int) -> Tensor:
     """int32 `[positions, D / 2]`: cos in the low and sin in the high half of a word, both fp16."""
     turns = torch.empty((positions, cos.shape[1]), dtype=torch.int32, device=cos.device)
-    count = turns.numel()
-    _pack[(triton.cdiv(count, 1024),)](cos.contiguous(), sin.contiguous(), turns, count, SIZE=1024)
+    cos, sin, count = cos.contiguous(), sin.contiguous(), turns.numel()
+    launch(_pack, (triton.cdiv(count, 1024), 1, 1), kind_of(cos, sin), (cos, sin, turns, count), (1024,))
     return turns
 
 
@@ -242,10 +235,10 @@ def _launch(kernel, direction: str, inputs: list[Tensor], outputs: list[Tensor],
     strides = [n for x in (*inputs, outputs[0]) for n in x.stride()[:2]]
     tiles = rows // block + batch
     place = torch.empty((tiles, 2), dtype=torch.int64, device=offsets.device)
-    _map[(batch,)](offsets, place, rows, batch, tiles, BLOCK=block, SLOTS=32, num_warps=1)
-    kernel[(tiles * heads,)](
-        *inputs, *outputs, place, turns, turns.shape[0], heads, scale, *strides, BLOCK=block,
-        HALF=dim // 2, ROPE=rope, INTERLEAVED=rope and interleaved, num_stages=1, **CONFIGS[direction, dim, rope])
+    launch(_map, (batch, 1, 1), kind_of(offsets), (offsets, place, rows, batch, tiles), (block, 32), warps=1)
+    launch(kernel, (tiles * heads, 1, 1), kind_of(*inputs, facts=(heads, *strides)),
+           (*inputs, *outputs, place, turns, turns.shape[0], heads, scale, *strides),
+           (block, dim // 2, rope, rope and interleaved), stages=1, registers=REGISTERS[direction, dim])
 
 
 def block_forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, cos: Tensor, sin: Tensor, max_length: int,

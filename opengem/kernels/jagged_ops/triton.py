@@ -308,7 +308,7 @@ def gather_rows(values: Tensor, index: Tensor) -> Tensor:
 
 
 def gather_rows_backward(grad: Tensor, index: Tensor, rows: int) -> Tensor:
-    """See `reference.gather_rows_backward`. Uses are counted and placed, not sorted: integers may arrive in any order."""
+    """See `reference.gather_rows_backward`. Uses are counted and placed, not sorted."""
     out, uses = grad.new_empty((rows, *grad.shape[1:])), index.shape[0]
     if out.numel() == 0 or uses == 0:
         return out.zero_()

@@ -129,8 +129,8 @@ def _quantize_chunk(values, mean, rstd, weight, bias, data, scale, row, rows, st
 def _forward_mx(x, residual, weight, bias, data, scale, total, mean_out, rstd_out, rows, width, eps,
                 CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
                 CHUNK: tl.constexpr, STAGES: tl.constexpr):
-    """A program walks over tiles of 32 whole rows, the next ones under way: statistics, then blocks of 32 columns scaled
-    as `mx.reference` does."""
+    """A program walks over tiles of 32 whole rows, the next ones under way: takes their statistics, then scales blocks
+    of 32 columns as `mx.reference` does."""
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, 32), tl.num_programs(0), num_stages=STAGES):
         block_row = tl.cast(tile, tl.int64)
         row = block_row * 32 + tl.arange(0, 32)

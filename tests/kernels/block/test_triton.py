@@ -177,13 +177,14 @@ def test_compiles_ahead_of_time(direction, dim, rope, capability):
     from opengem.kernels.block import triton
 
     names = ["q", "k", "v", "out"] if direction == "forward" else ["grad", "q", "k", "v", "grad_q", "grad_k", "grad_v"]
-    types = {**dict.fromkeys(names, "*bf16"), "offsets": "*i64", "turns": "*i32", "scale": "fp32"}
+    types = {**dict.fromkeys(names, "*bf16"), "place": "*i64", "turns": "*i32", "scale": "fp32"}
     strides = [f"{n}_{s}" for n in ("grad", "q", "k", "v", "out") for s in ("row", "head")]
     strides = strides if direction == "backward" else strides[2:]
-    types |= dict.fromkeys([*strides, "rows", "batch", "positions", "heads"], "i32")
+    types |= dict.fromkeys([*strides, "positions", "heads"], "i32")
     constants = {"BLOCK": 64, "HALF": dim // 2, "ROPE": rope, "INTERLEAVED": False}
     found = compile_ahead(f"opengem.kernels.block.triton:_{direction}", types, constants, capability=capability,
-                          aligned=tuple(strides), num_stages=1, **triton.CONFIGS[direction, dim, rope])
+                          aligned=tuple(strides), num_stages=1, num_warps=4,
+                          maxnreg=triton.REGISTERS[direction, dim])
     assert_on_tensor_cores(found)
 
 
