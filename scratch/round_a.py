@@ -52,6 +52,43 @@ def block(copy, only):
                             run = (lambda: mod.block_forward(q, k, v, *tail)) if direction == "forward" else (lambda: mod.block_backward(g, q, k, v, *tail))
                             attempt(copy, moved, run, direction=direction, dim=dim, impl=impl, rope=rope, reg=reg, share=share)
 
+def gluon(copy, only):
+    import scratch.block_gluon as gmod
+    from opengem.kernels.block import triton as tmod
+    if only == "check":
+        for dim in (64, 128):
+            for rope in (False, True):
+                for lens in m.EDGES[3:] + ([64] * 3, [200, 64, 0, 1000, 17]):
+                    rows, off = sum(lens), starts(list(lens))
+                    if rows == 0: continue
+                    q, k, v, g = (normal(rows, 3, dim) for _ in range(4))
+                    tab = rope_tables(1100, dim, device=DEVICE) if rope else (q.new_empty(0, dim // 2, dtype=torch.float32),) * 2
+                    tail = (off, *tab, 1024, 64, dim ** -0.5, False)
+                    want = [tmod.block_forward(q, k, v, *tail), *tmod.block_backward(g, q, k, v, *tail)]
+                    for mode in ((False, False), (False, True), (True, False), (True, True)):
+                        gmod.MODE["backward"] = mode
+                        try:
+                            got = [gmod.block_forward(q, k, v, *tail), *gmod.block_backward(g, q, k, v, *tail)]
+                            torch.cuda.synchronize()
+                            say(dim=dim, rope=rope, lens=list(lens), mode=mode, gap=[round(float((a.float() - b.float()).abs().max()), 4) for a, b in zip(got, want)])
+                        except Exception as e:
+                            say(dim=dim, rope=rope, lens=list(lens), mode=mode, error=repr(e)[:300]); return
+        return
+    lens = make_lengths().tolist(); rows, off = sum(lens), starts(lens)
+    for dim in (128, 64):
+        q, k, v, g = (normal(rows, HEADS, dim) for _ in range(4))
+        for rope in (False, True):
+            tab = rope_tables(LONGEST, dim, device=DEVICE) if rope else (q.new_empty(0, dim // 2, dtype=torch.float32),) * 2
+            tail = (off, *tab, LONGEST, 64, dim ** -0.5, False)
+            for reg in (None, 128):
+                gmod.REGISTERS["forward"] = reg
+                attempt(copy, bc.bytes(rows, HEADS, dim), lambda: gmod.block_forward(q, k, v, *tail), impl="gluon", direction="forward", dim=dim, rope=rope, reg=reg)
+            for mode, reg in (((False, False), 168), ((False, True), 168), ((True, False), 168), ((True, True), 168), ((True, False), None)):
+                if dim == 64: reg = 128
+                if not rope and mode[1]: continue
+                gmod.MODE["backward"], gmod.REGISTERS["backward"] = mode, reg
+                attempt(copy, bc.backward_bytes(rows, HEADS, dim), lambda: gmod.block_backward(g, q, k, v, *tail), impl="gluon", direction="backward", dim=dim, rope=rope, reg=reg, mode=mode)
+
 def norm(copy, only):
     from opengem.kernels.norm import triton as n
     from opengem.kernels.norm.op import rms_norm
