@@ -31,7 +31,7 @@ def _case(dim: int, interleaved: bool) -> Case:
     name = f"rope_{'interleaved' if interleaved else 'half'}_d{dim}"
     return Case(
         op="rope", name=name, shape={"T": rows, "H": HEADS, "D": dim}, fwd_bytes=moved, bwd_bytes=moved,
-        make=lambda device, seed: make(device, seed, dim),
+        make=lambda device, seed: make(device, seed, dim), counted="bytes 2 T H D item + fp32 tables once, both ways",
         ours=lambda x, offsets, cos, sin: apply_rope(x, offsets, cos, sin, interleaved=interleaved, max_length=LONGEST),
         peers={"torch_compile": lambda x, offsets, cos, sin: compiled()(x, offsets, cos, sin, interleaved, False)})
 

@@ -268,7 +268,7 @@ def section_jagged_check(copy: float) -> Iterator[dict]:
 
 
 def section_jagged(copy: float) -> Iterator[dict]:
-    from benchmarks.kernels.jagged_ops import cases
+    from benchmarks.kernels.jagged import cases
 
     for case in cases():
         inputs = case.make(torch.device(DEVICE), 0)
