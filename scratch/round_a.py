@@ -106,7 +106,7 @@ def norm(copy, only):
 
 def sums(copy, only):
     from opengem.kernels.jagged_ops import triton as j
-    from benchmarks.kernels import jagged_ops as b
+    from benchmarks.kernels import jagged as b
     x, off = b.make_values("cuda", 0); x = x.detach()
     rows, width = x.shape
     for cols in (64, 128, 256):
@@ -121,7 +121,7 @@ def sums(copy, only):
     counts = torch.ones(rows, dtype=torch.int32, device="cuda"); ends = counts.cumsum(0, dtype=torch.int32)
     order = index.int()
     for tile in (2048, 4096, 8192):
-        out = torch.empty_like(x); grid, t = j._shape(rows, width, tile)
+        out = torch.empty_like(x); t = {'ROWS': tile // 512, 'COLUMNS': 512}; grid = (triton.cdiv(rows, tile // 512),)
         attempt(copy, 2 * rows * 1024, lambda: j._sum_uses[grid](x, order, ends, counts, out, rows, width, **t), op="sum_uses_only", tile=tile)
     attempt(copy, 1, lambda: torch.sort(order, stable=True), op="sort")
     attempt(copy, 1, lambda: counts.cumsum(0, dtype=torch.int32), op="cumsum")
@@ -130,7 +130,7 @@ def sums(copy, only):
 
 def bmm(copy, only):
     from opengem.kernels.jagged_ops import triton as j
-    from benchmarks.kernels import jagged_ops as b
+    from benchmarks.kernels import jagged as b
     x, off, w = b.make_product("cuda", 0); x, w = x.detach(), w.detach()
     rows, (B, K, N) = x.shape[0], w.shape
     out, g = torch.empty(rows, N, device="cuda", dtype=KIND), normal(rows, N)
@@ -149,9 +149,39 @@ def bmm(copy, only):
     for c in ((64,128,128,8,3),(64,128,128,8,4),(64,128,256,8,3),(64,128,256,8,4),(128,128,128,8,3),(64,128,128,4,4)):
         attempt(copy, moved, lambda: bwd(*c), op="bmm_grad_dense", c=c)
 
+def host(copy, only):
+    import time
+    from opengem.kernels import (apply_rope, block_attention, broadcast_add, concat_jagged, gather_rows, jagged_dense_bmm,
+        jagged_to_padded, layer_norm, padded_to_jagged, quantize_mx, rms_norm, swiglu)
+    n = 640
+    off = starts([100, 0, 540]); tab = rope_tables(1024, 64, device=DEVICE)
+    q, k, v = (normal(n, 2, 64, grad=True) for _ in range(3))
+    x, r = normal(n, 256, grad=True), normal(n, 256, grad=True)
+    w, d, index = torch.randn(256, device=DEVICE).requires_grad_(), normal(3, 256, grad=True), torch.randint(0, n, (n,), device=DEVICE)
+    dense, pad = normal(3, 256, 64, grad=True), normal(3, 540, 256, grad=True)
+    calls = {"block": (lambda: block_attention(q, k, v, off, max_length=540), (q, k, v)),
+        "block_rope": (lambda: block_attention(q, k, v, off, max_length=540, rope=tab), (q, k, v)),
+        "rope": (lambda: apply_rope(q, off, *tab, max_length=540), (q,)),
+        "rms": (lambda: rms_norm(x, w), (x, w)), "rms_residual": (lambda: rms_norm(x, w, residual=r)[0], (x, w, r)),
+        "layer": (lambda: layer_norm(x, w, w), (x, w)), "rms_quantize": (lambda: rms_norm(x, w, quantize="e4m3").anchor, (x, w)),
+        "quantize": (lambda: quantize_mx(x).anchor, (x,)), "swiglu": (lambda: swiglu(x), (x,)),
+        "pad": (lambda: jagged_to_padded(x, off, 540), (x,)), "unpad": (lambda: padded_to_jagged(pad, off, n), (pad,)),
+        "concat": (lambda: concat_jagged(x, r, off, off)[0], (x, r)), "gather": (lambda: gather_rows(x, index), (x,)),
+        "add": (lambda: broadcast_add(x, d, off), (x, d)), "bmm": (lambda: jagged_dense_bmm(x, dense, off, max_length=540), (x, dense))}
+    for name, (call, leaves) in calls.items():
+        def clock(f, count=200):
+            for _ in range(20): f()
+            torch.cuda.synchronize(); a = time.perf_counter()
+            for _ in range(count): f()
+            b = time.perf_counter(); torch.cuda.synchronize()
+            return round((b - a) / count * 1e6, 1)
+        out = call(); grad = torch.randn_like(out)
+        with torch.no_grad(): fwd = clock(call)
+        say(op=name, fwd_us=fwd, fwd_graph_us=clock(call), bwd_us=clock(lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)))
+
 name = sys.argv[1]
 torch.manual_seed(0)
-copy = 4275.0 if WARM else m.copy_gbs()
+copy = 4275.0 if WARM or name == 'host' else m.copy_gbs()
 say(copy=copy)
 f, _, only = name.partition(":")
 globals()[f](copy, only)

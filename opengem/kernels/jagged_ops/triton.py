@@ -8,12 +8,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from opengem.kernels.launch import kind_of, launch
+
 TILE = 8192  # elements a program of four warps copies: eight 16-byte accesses a thread
 SUM_TILE = 4096  # the same for sums, which hold it in fp32
 SUM_COLUMNS = 128  # of a sample's rows a program sums: narrow, so that long samples are spread over programs
 SUM_STAGES = 3  # tiles under way
 USES = 512  # uses of rows a program counts, places or ranks
-COUNTS = ["rows", "batch", "steps"]  # change from batch to batch: never part of what is compiled
+COUNTS = ["rows", "batch", "steps", "length"]  # change from batch to batch: never part of what is compiled
 
 
 @triton.jit
@@ -233,11 +235,14 @@ def _bmm_backward(grad, values, offsets, out, inner, columns, BM: tl.constexpr, 
              mask=(k < inner)[:, None] & (column < columns)[None, :])
 
 
-def _shape(rows: int, width: int, tile: int = TILE) -> tuple[tuple[int], dict]:
-    """Grid and tile of a copy of `rows` rows of `width` elements."""
+def _copy_tiles(kernel, rows: int, width: int, tensors: tuple, numbers: tuple, constants: tuple = (),
+                tile: int = TILE) -> None:
+    """Launch a kernel over tiles of `rows` rows of `width` elements."""
     columns = min(triton.next_power_of_2(width), 1024)
     tile_rows = max(1, tile // columns)
-    return (triton.cdiv(rows, tile_rows) * triton.cdiv(width, columns),), {"ROWS": tile_rows, "COLUMNS": columns}
+    grid = triton.cdiv(rows, tile_rows) * triton.cdiv(width, columns)
+    launch(kernel, (grid, 1, 1), kind_of(*tensors, facts=(width, rows >> 31)), (*tensors, rows, *numbers),
+           (*constants, tile_rows, columns))
 
 
 def _width(x: Tensor, rows: int) -> int:
@@ -249,9 +254,9 @@ def jagged_to_padded(values: Tensor, offsets: Tensor, max_length: int, fill: flo
     out = values.new_empty((offsets.shape[0] - 1, max_length, *values.shape[1:]))
     if out.numel() == 0 or values.shape[0] == 0:
         return out.fill_(fill)
-    rows, width = out.shape[0] * max_length, values[0].numel()
-    grid, tile = _shape(rows, width)
-    _to_padded[grid](values.contiguous(), offsets, out, rows, max_length, width, float(fill), **tile)
+    width = values[0].numel()
+    _copy_tiles(_to_padded, out.shape[0] * max_length, width, (values.contiguous(), offsets, out),
+                (max_length, width, float(fill)))
     return out
 
 
@@ -261,8 +266,8 @@ def padded_to_jagged(padded: Tensor, offsets: Tensor, rows: int) -> Tensor:
     if out.numel() == 0 or padded.numel() == 0:
         return out.zero_()
     batch, width = padded.shape[0], _width(out, rows)
-    grid, tile = _shape(rows, width)
-    _to_jagged[grid](padded.contiguous(), offsets, out, rows, padded.shape[1], width, batch, steps_for(batch), **tile)
+    _copy_tiles(_to_jagged, rows, width, (padded.contiguous(), offsets, out),
+                (padded.shape[1], width, batch, steps_for(batch)))
     return out
 
 
@@ -273,9 +278,8 @@ def concat_jagged(left: Tensor, right: Tensor, left_offsets: Tensor, right_offse
     if out.numel() == 0 or batch == 0:
         return out.zero_()
     width = _width(out, rows)
-    grid, tile = _shape(rows, width)
-    _concat[grid](left.contiguous(), right.contiguous(), left_offsets, right_offsets, out, rows, width, batch,
-                  steps_for(batch), **tile)
+    _copy_tiles(_concat, rows, width, (left.contiguous(), right.contiguous(), left_offsets, right_offsets, out),
+                (width, batch, steps_for(batch)))
     return out
 
 
@@ -290,8 +294,7 @@ def split_jagged(values: Tensor, left_offsets: Tensor, right_offsets: Tensor, le
             out.zero_()
             continue
         width = _width(out, rows)
-        grid, tile = _shape(rows, width)
-        _split[grid](values, mine, others, out, rows, width, batch, steps_for(batch), LEFT=left, **tile)
+        _copy_tiles(_split, rows, width, (values, mine, others, out), (width, batch, steps_for(batch)), (left,))
     return parts[0], parts[1]
 
 
@@ -302,8 +305,7 @@ def gather_rows(values: Tensor, index: Tensor) -> Tensor:
     if out.numel() == 0 or values.shape[0] == 0:
         return out.zero_()
     width = _width(out, rows)
-    grid, tile = _shape(rows, width)
-    _gather[grid](values.contiguous(), index.contiguous(), out, rows, values.shape[0], width, **tile)
+    _copy_tiles(_gather, rows, width, (values.contiguous(), index.contiguous(), out), (values.shape[0], width))
     return out
 
 
@@ -314,14 +316,13 @@ def gather_rows_backward(grad: Tensor, index: Tensor, rows: int) -> Tensor:
         return out.zero_()
     index, width = index.contiguous(), _width(out, rows)
     counts = torch.zeros(rows, dtype=torch.int32, device=grad.device)
-    arrival, order, ranked = torch.empty((3, uses), dtype=torch.int32, device=grad.device)
-    place, options = (triton.cdiv(uses, USES),), {"USES": USES, "num_warps": 4}
-    _count_uses[place](index, counts, arrival, uses, rows, **options)
+    arrival, order, ranked = (torch.empty(uses, dtype=torch.int32, device=grad.device) for _ in range(3))
+    grid, key = (triton.cdiv(uses, USES), 1, 1), kind_of(index)
+    launch(_count_uses, grid, key, (index, counts, arrival, uses, rows), (USES,))
     ends = counts.cumsum(0, dtype=torch.int32)
-    _place_uses[place](index, ends, counts, arrival, order, uses, rows, **options)
-    _rank_uses[place](index, ends, counts, order, ranked, uses, rows, **options)
-    grid, tile = _shape(rows, width, SUM_TILE)
-    _sum_uses[grid](grad.contiguous(), ranked, ends, counts, out, rows, width, **tile)
+    launch(_place_uses, grid, key, (index, ends, counts, arrival, order, uses, rows), (USES,))
+    launch(_rank_uses, grid, key, (index, ends, counts, order, ranked, uses, rows), (USES,))
+    _copy_tiles(_sum_uses, rows, width, (grad.contiguous(), ranked, ends, counts, out), (width,), tile=SUM_TILE)
     return out
 
 
@@ -331,10 +332,10 @@ def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
     out = values.new_empty((segments, *values.shape[1:]))
     if out.numel() == 0 or values.shape[0] == 0:
         return out.zero_()
-    width = _width(out, segments)
+    values, width = values.contiguous(), _width(out, segments)
     columns = min(triton.next_power_of_2(width), SUM_COLUMNS)
-    _segment_sum[(segments * triton.cdiv(width, columns),)](
-        values.contiguous(), offsets, out, width, ROWS=SUM_TILE // columns, COLUMNS=columns, STAGES=SUM_STAGES)
+    launch(_segment_sum, (segments * triton.cdiv(width, columns), 1, 1), kind_of(values, offsets, facts=(width,)),
+           (values, offsets, out, width), (SUM_TILE // columns, columns, SUM_STAGES))
     return out
 
 
@@ -344,9 +345,9 @@ def broadcast_add(values: Tensor, dense: Tensor, offsets: Tensor) -> Tensor:
     if values.numel() == 0 or batch == 0:
         return values.clone(memory_format=torch.contiguous_format)
     out = values.new_empty(values.shape)
-    grid, tile = _shape(rows, _width(out, rows))
-    _broadcast_add[grid](values.contiguous(), dense.contiguous(), offsets, out, rows, _width(out, rows), batch,
-                         steps_for(batch), **tile)
+    width = _width(out, rows)
+    _copy_tiles(_broadcast_add, rows, width, (values.contiguous(), dense.contiguous(), offsets, out),
+                (width, batch, steps_for(batch)))
     return out
 
 
@@ -361,10 +362,10 @@ def jagged_dense_bmm(values: Tensor, dense: Tensor, offsets: Tensor, max_length:
     out = values.new_empty(rows, columns)
     if out.numel() == 0 or batch == 0 or inner == 0:
         return out.zero_()
-    bm, bn = 128, _product_tile(columns)
-    _bmm[((rows // bm + batch) * triton.cdiv(columns, bn),)](
-        values.contiguous(), dense, offsets, out, rows, batch, inner, columns, *dense.stride(), BM=bm, BN=bn, BK=64,
-        num_warps=8, num_stages=3)
+    bm, bn, values = 128, _product_tile(columns), values.contiguous()
+    launch(_bmm, ((rows // bm + batch) * triton.cdiv(columns, bn), 1, 1),
+           kind_of(values, dense, offsets, facts=(inner, columns, *dense.stride())),
+           (values, dense, offsets, out, rows, batch, inner, columns, *dense.stride()), (bm, bn, 64), warps=8)
     return out
 
 
@@ -374,8 +375,8 @@ def jagged_dense_bmm_backward(grad: Tensor, values: Tensor, offsets: Tensor, max
     out = values.new_empty(batch, inner, columns)
     if out.numel() == 0 or values.shape[0] == 0:
         return out.zero_()
-    bn, bk = _product_tile(columns), _product_tile(inner)
-    _bmm_backward[(batch * triton.cdiv(columns, bn) * triton.cdiv(inner, bk),)](
-        grad.contiguous(), values.contiguous(), offsets, out, inner, columns, BM=64, BN=bn, BK=bk, num_warps=8,
-        num_stages=3)
+    bn, bk, grad, values = _product_tile(columns), _product_tile(inner), grad.contiguous(), values.contiguous()
+    launch(_bmm_backward, (batch * triton.cdiv(columns, bn) * triton.cdiv(inner, bk), 1, 1),
+           kind_of(grad, values, offsets, facts=(inner, columns)), (grad, values, offsets, out, inner, columns),
+           (64, bn, bk), warps=8)
     return out

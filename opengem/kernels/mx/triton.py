@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from opengem.kernels.launch import kind_of, launch
+
 COLUMNS = 512  # most of a program's tile of 32 rows
 
 
@@ -50,6 +52,6 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = x.new_empty((triton.cdiv(rows, 32), triton.cdiv(width, 32)), dtype=torch.uint8)
     if x.numel():
         columns = min(max(32, triton.next_power_of_2(width)), COLUMNS)
-        grid = (scale.shape[0] * triton.cdiv(width, columns),)
-        _quantize[grid](x, data, scale, rows, width, WIDTH=columns, num_warps=8 if columns == COLUMNS else 4)
+        launch(_quantize, (scale.shape[0] * triton.cdiv(width, columns), 1, 1), kind_of(x, facts=(width,)),
+               (x, data, scale, rows, width), (columns,), warps=8 if columns == COLUMNS else 4)
     return data, scale

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opengem.kernels.launch import multiprocessors
+from opengem.kernels.launch import kind_of, launch, multiprocessors
 from opengem.kernels.mx.triton import quantize_tile
 
 TILE = 8192  # elements of a tile of the forward, with eight warps
@@ -214,9 +214,10 @@ def _backward(grad, grad_total, total, weight, mean_in, rstd_in, grad_x, grad_we
         tl.store(grad_bias + share, tl.sum(bias_share, 0), mask=inside)
 
 
-def _options(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, centered: bool) -> dict:
-    return {"CENTERED": centered, "RESIDUAL": residual is not None, "WEIGHT": weight is not None,
-            "BIAS": bias is not None, "WIDTH": triton.next_power_of_2(x.shape[1])}
+def _inputs(x: Tensor, *optional: Tensor | None) -> tuple[list[Tensor], tuple | None, tuple[bool, ...]]:
+    """x and the optional inputs for a kernel, x in place of those left out; the key of its launch; which are there."""
+    tensors = [x if y is None else y.contiguous() for y in optional]
+    return [x, *tensors], kind_of(x, *tensors, facts=(x.shape[1],)), tuple(y is not None for y in optional)
 
 
 def _row_outputs(x: Tensor, residual: Tensor | None, centered: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -231,13 +232,12 @@ def norm_forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias
     x = x.contiguous()
     rows, width = x.shape
     y, (total, mean, rstd) = x.new_empty(x.shape), _row_outputs(x, residual, centered)
-    options = _options(x, residual, weight, bias, centered)
-    tile_rows = max(1, TILE // options["WIDTH"])
+    tensors, key, present = _inputs(x, residual, weight, bias)
+    padded = triton.next_power_of_2(width)
+    tile_rows = max(1, TILE // padded)
     if rows:
-        _forward[(triton.cdiv(rows, tile_rows),)](
-            x, x if residual is None else residual.contiguous(), x if weight is None else weight.contiguous(),
-            x if bias is None else bias.contiguous(), y, total, mean, rstd, rows, width, eps, **options,
-            ROWS=tile_rows, num_warps=8)
+        launch(_forward, (triton.cdiv(rows, tile_rows), 1, 1), key, (*tensors, y, total, mean, rstd, rows, width, eps),
+               (centered, *present, tile_rows, padded), warps=8)
     return y, total, mean, rstd
 
 
@@ -249,19 +249,17 @@ def norm_quantize_forward(x: Tensor, residual: Tensor | None, weight: Tensor | N
     data = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
     scale = x.new_empty((-(-rows // 32), -(-width // 32)), dtype=torch.uint8)
     total, mean, rstd = _row_outputs(x, residual, centered)
-    options = _options(x, residual, weight, bias, centered)
-    padded = max(options.pop("WIDTH"), 32)
-    arguments = (x, x if residual is None else residual.contiguous(), x if weight is None else weight.contiguous(),
-                 x if bias is None else bias.contiguous(), data, scale, total, mean, rstd, rows, width, eps)
-    blocks = scale.shape[0]
+    tensors, key, present = _inputs(x, residual, weight, bias)
+    arguments = (*tensors, data, scale, total, mean, rstd, rows, width, eps)
+    padded, blocks = max(triton.next_power_of_2(width), 32), scale.shape[0]
     if rows and padded <= QUANTIZED_WIDTH:
         warps = padded // 32
         stages = QUANTIZED_STAGES if residual is None else 2
-        _forward_mx[(min(blocks, 32 // warps * multiprocessors(x.device)),)](
-            *arguments, **options, CHUNK=padded, STAGES=stages, num_warps=warps, maxnreg=64)
+        launch(_forward_mx, (min(blocks, 32 // warps * multiprocessors(x.device)), 1, 1), key, arguments,
+               (centered, *present, padded, stages), warps=warps, registers=64)
     elif rows:
-        _forward_mx_wide[(blocks,)](*arguments, **options, CHUNK=QUANTIZED_CHUNK, num_warps=QUANTIZED_CHUNK // 32,
-                                    maxnreg=64)
+        launch(_forward_mx_wide, (blocks, 1, 1), key, arguments, (centered, *present, QUANTIZED_CHUNK),
+               warps=QUANTIZED_CHUNK // 32, registers=64)
     return data, scale, total, mean, rstd
 
 
@@ -271,16 +269,16 @@ def norm_backward(grad: Tensor, grad_total: Tensor | None, total: Tensor, weight
     total = total.contiguous()
     rows, width = total.shape
     grad_x = total.new_empty(total.shape)
-    options = _options(total, grad_total, weight, None, mean.numel() > 0) | {"BIAS": has_bias}
-    tile_rows = max(1, BACKWARD_TILE // options["WIDTH"])
-    warps = min(max(8, options["WIDTH"] // 256), 16)
+    padded = triton.next_power_of_2(width)
+    tile_rows = max(1, BACKWARD_TILE // padded)
+    warps = min(max(8, padded // 256), 16)
     programs = min(triton.cdiv(rows, tile_rows), BACKWARD_PROGRAMS * 8 // warps * multiprocessors(total.device))
     shares = [rstd.new_empty(programs if used else 0, width) for used in (weight is not None, has_bias)]
+    (total, grad, grad_total, scale), key, present = _inputs(total, grad, grad_total, weight)
     if rows:
-        _backward[(programs,)](
-            grad.contiguous(), total if grad_total is None else grad_total.contiguous(), total,
-            total if weight is None else weight.contiguous(), mean, rstd, grad_x, *shares, rows, width, **options,
-            ROWS=tile_rows, STAGES=BACKWARD_STAGES, num_warps=warps)
+        launch(_backward, (programs, 1, 1), key,
+               (grad, grad_total, total, scale, mean, rstd, grad_x, *shares, rows, width),
+               (mean.numel() > 0, *present[1:], has_bias, tile_rows, padded, BACKWARD_STAGES), warps=warps)
     vectors = [share.sum(0) if used else rstd.new_empty(0)
                for share, used in zip(shares, (weight is not None, has_bias), strict=True)]
     return grad_x, vectors[0], vectors[1]
