@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,19 +19,19 @@ DEAD = gl.constexpr(-1e30)
 
 
 @gluon.jit
-def _fetch(desc, tiles, row, column, ready, HALF: gl.constexpr):
-    tma.async_copy_global_to_shared(desc, [row, column], ready, tiles.index(0))
-    tma.async_copy_global_to_shared(desc, [row, column + HALF], ready, tiles.index(1))
+def _fetch(desc, tiles, row, column, ready, HALF: gl.constexpr, base=0):
+    tma.async_copy_global_to_shared(desc, [row, column], ready, tiles.index(base))
+    tma.async_copy_global_to_shared(desc, [row, column + HALF], ready, tiles.index(base + 1))
 
 
 @gluon.jit
-def _clear(tiles, count, HALF: gl.constexpr):
+def _clear(tiles, count, HALF: gl.constexpr, base=0):
     """Zeros in the rows of other samples: 0 * NaN is not 0."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HALF, HALF // 8], [4, 1], [1, 0])
     live = (gl.arange(0, 64, gl.SliceLayout(1, layout)) < count)[:, None]
     for half in gl.static_range(2):
-        values = tiles.index(half).load(layout)
-        tiles.index(half).store(gl.where(live, values, gl.zeros_like(values)))
+        values = tiles.index(base + half).load(layout)
+        tiles.index(base + half).store(gl.where(live, values, gl.zeros_like(values)))
 
 
 @gluon.jit
@@ -50,13 +51,13 @@ def _angles(word):
 
 
 @gluon.jit
-def _rotate(tiles, word, HALF: gl.constexpr):
+def _rotate(tiles, word, HALF: gl.constexpr, base=0):
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HALF, HALF // 8], [4, 1], [1, 0])
-    first = tiles.index(0).load(layout).to(gl.float32)
-    second = tiles.index(1).load(layout).to(gl.float32)
+    first = tiles.index(base).load(layout).to(gl.float32)
+    second = tiles.index(base + 1).load(layout).to(gl.float32)
     cos, sin = _angles(word)
-    tiles.index(0).store((first * cos - second * sin).to(tiles.dtype))
-    tiles.index(1).store((second * cos + first * sin).to(tiles.dtype))
+    tiles.index(base).store((first * cos - second * sin).to(tiles.dtype))
+    tiles.index(base + 1).store((second * cos + first * sin).to(tiles.dtype))
 
 
 @gluon.jit
@@ -71,10 +72,10 @@ def _store(base, stride, tile, count, written, HALF: gl.constexpr, CLEAR: gl.con
 
 
 @gluon.jit
-def _scores(q, k, S_LAYOUT: gl.constexpr):
+def _scores(q, k, S_LAYOUT: gl.constexpr, base=0):
     s = gl.zeros([64, 64], gl.float32, S_LAYOUT)
-    s = warpgroup_mma(q.index(0), k.index(0).permute((1, 0)), s, use_acc=False, is_async=True)
-    s = warpgroup_mma(q.index(1), k.index(1).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma(q.index(base), k.index(base).permute((1, 0)), s, use_acc=False, is_async=True)
+    s = warpgroup_mma(q.index(base + 1), k.index(base + 1).permute((1, 0)), s, is_async=True)
     return warpgroup_mma_wait(0, deps=[s])
 
 
@@ -135,6 +136,67 @@ def _forward(q_desc, k_desc, v_desc, out, place, turns, positions, heads, scale,
         base = out + first * stride + column
         _store(base, stride, o1 * total[:, None], count, written, HALF, True)
         _store(base + HALF, stride, o2 * total[:, None], count, written, HALF, True)
+
+
+@gluon.jit
+def _fetch_head(q_desc, k_desc, v_desc, q, k, v, ready, row, head, slot, HALF: gl.constexpr):
+    mbarrier.expect(ready.index(2 * slot), 4 * q_desc.block_type.nbytes)
+    _fetch(q_desc, q, row, head * (2 * HALF), ready.index(2 * slot), HALF, 2 * slot)
+    _fetch(k_desc, k, row, head * (2 * HALF), ready.index(2 * slot), HALF, 2 * slot)
+    mbarrier.expect(ready.index(2 * slot + 1), 2 * q_desc.block_type.nbytes)
+    _fetch(v_desc, v, row, head * (2 * HALF), ready.index(2 * slot + 1), HALF, 2 * slot)
+
+
+@gluon.jit(do_not_specialize=["positions"])
+def _forward_heads(q_desc, k_desc, v_desc, out, place, turns, positions, heads, scale, HALF: gl.constexpr,
+                   ROPE: gl.constexpr):
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    tile = gl.program_id(0)
+    first = gl.load(place + 2 * tile)
+    packed = gl.load(place + 2 * tile + 1)
+    count = (packed & 0xFF).to(gl.int32)
+    written = (packed >> 8 & 0xFF).to(gl.int32)
+    start = packed >> 16
+    if written > 0:
+        q = gl.allocate_shared_memory(q_desc.dtype, [4, 64, HALF], q_desc.layout)
+        k = gl.allocate_shared_memory(q_desc.dtype, [4, 64, HALF], q_desc.layout)
+        v = gl.allocate_shared_memory(q_desc.dtype, [4, 64, HALF], q_desc.layout)
+        ready = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(4):
+            mbarrier.init(ready.index(i), count=1)
+        row = first.to(gl.int32)
+        _fetch_head(q_desc, k_desc, v_desc, q, k, v, ready, row, 0, 0, HALF)
+        if ROPE:
+            word = _words(turns, start, positions, HALF)
+        stride = heads * (2 * HALF)
+        for head in tl.range(0, heads, disable_licm=True):
+            at = head & 1
+            phase = (head >> 1) & 1
+            if head + 1 < heads:
+                fence_async_shared()
+                gl.thread_barrier()
+                _fetch_head(q_desc, k_desc, v_desc, q, k, v, ready, row, head + 1, at ^ 1, HALF)
+            mbarrier.wait(ready.index(2 * at), phase)
+            if ROPE:
+                _rotate(q, word, HALF, 2 * at)
+                _rotate(k, word, HALF, 2 * at)
+                fence_async_shared()
+            s = _scores(q, k, s_layout, 2 * at)
+            p, total = _softmax(s, count, scale * LOG2E, s_layout)
+            mbarrier.wait(ready.index(2 * at + 1), phase)
+            if count < 64:
+                _clear(v, count, HALF, 2 * at)
+                fence_async_shared()
+            p = gl.convert_layout(p.to(q_desc.dtype), gl.DotOperandLayout(0, o_layout, 2))
+            zero = gl.zeros([64, HALF], gl.float32, o_layout)
+            o1 = warpgroup_mma(p, v.index(2 * at), zero, use_acc=False, is_async=True)
+            o2 = warpgroup_mma(p, v.index(2 * at + 1), zero, use_acc=False, is_async=True)
+            o1, o2, p = warpgroup_mma_wait(0, deps=[o1, o2, p])
+            total = gl.convert_layout(1.0 / total, gl.SliceLayout(1, o_layout))
+            base = out + first * stride + head * (2 * HALF)
+            _store(base, stride, o1 * total[:, None], count, written, HALF, True)
+            _store(base + HALF, stride, o2 * total[:, None], count, written, HALF, True)
 
 
 @gluon.jit
@@ -253,6 +315,7 @@ def _descriptor(x: Tensor) -> TensorDescriptor:
 
 
 REGISTERS = {"forward": 128, "backward": 168}
+HEADS = False
 MODE = {"forward": (), "backward": (False, False)}
 
 
@@ -264,7 +327,9 @@ def _launch(kernel, direction, inputs, outputs, offsets, cos, sin, max_length, s
     tiles = rows // 64 + batch
     place = torch.empty((tiles, 2), dtype=torch.int64, device=offsets.device)
     launch(_map, (batch, 1, 1), kind_of(offsets), (offsets, place, rows, batch, tiles), (64, 32), warps=1)
-    launch(kernel, (tiles * heads, 1, 1), kind_of(*inputs, facts=(heads,)),
+    if HEADS and direction == "forward":
+        kernel = _forward_heads
+    launch(kernel, (tiles if kernel is _forward_heads else tiles * heads, 1, 1), kind_of(*inputs, facts=(heads,)),
            (*map(_descriptor, inputs), *outputs, place, turns, turns.shape[0], heads, scale), (dim // 2, rope, *MODE[direction]),
            stages=1, registers=REGISTERS[direction])
 

@@ -65,6 +65,13 @@ def gluon(copy, only):
                     tab = rope_tables(1100, dim, device=DEVICE) if rope else (q.new_empty(0, dim // 2, dtype=torch.float32),) * 2
                     tail = (off, *tab, 1024, 64, dim ** -0.5, False)
                     want = [tmod.block_forward(q, k, v, *tail), *tmod.block_backward(g, q, k, v, *tail)]
+                    gmod.HEADS = True
+                    gmod.REGISTERS["forward"] = None
+                    got = gmod.block_forward(q, k, v, *tail)
+                    torch.cuda.synchronize()
+                    say(dim=dim, rope=rope, lens=list(lens), heads_gap=float((got.float() - want[0].float()).abs().max()))
+                    gmod.HEADS = False
+                    gmod.REGISTERS["forward"] = 128
                     for mode in ((False, False), (False, True), (True, False), (True, True)):
                         gmod.MODE["backward"] = mode
                         try:
@@ -80,6 +87,10 @@ def gluon(copy, only):
         for rope in (False, True):
             tab = rope_tables(LONGEST, dim, device=DEVICE) if rope else (q.new_empty(0, dim // 2, dtype=torch.float32),) * 2
             tail = (off, *tab, LONGEST, 64, dim ** -0.5, False)
+            gmod.HEADS = True
+            gmod.REGISTERS["forward"] = None
+            attempt(copy, bc.bytes(rows, HEADS, dim), lambda: gmod.block_forward(q, k, v, *tail), impl="gluon_heads", direction="forward", dim=dim, rope=rope)
+            gmod.HEADS = False
             for reg in (None, 128):
                 gmod.REGISTERS["forward"] = reg
                 attempt(copy, bc.bytes(rows, HEADS, dim), lambda: gmod.block_forward(q, k, v, *tail), impl="gluon", direction="forward", dim=dim, rope=rope, reg=reg)
