@@ -63,9 +63,13 @@ def _implementation(q: Tensor, block: int):
     kind = backend.implementation("block", q.device, dtype=q.dtype, head_dim=q.shape[2], block=block)
     if kind == "reference":
         return reference
-    from opengem.kernels.block import triton
+    if kind == "triton":
+        from opengem.kernels.block import triton
 
-    return triton
+        return triton
+    from opengem.kernels.block import gluon_sm90
+
+    return gluon_sm90
 
 
 def _run_forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, cos: Tensor, sin: Tensor, max_length: int,

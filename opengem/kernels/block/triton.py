@@ -70,7 +70,7 @@ def _locate(place, tile):
 def _load(tile, stride, live, WIDTH: tl.constexpr):
     """Rows of `[.., WIDTH]` from `tile` on, zeros where not live. Offsets in a tile are 32 bits: fewer registers."""
     offset = tl.arange(0, live.shape[0])[:, None] * stride + tl.arange(0, WIDTH)[None, :]
-    return tl.load(tile + offset, mask=live[:, None], other=0.0, eviction_policy="evict_first")
+    return tl.load(tile + offset, mask=live[:, None], other=0.0)
 
 
 @triton.jit
@@ -221,22 +221,35 @@ def _turns(cos: Tensor, sin: Tensor, positions: int) -> Tensor:
     return turns
 
 
-def _launch(kernel, direction: str, inputs: list[Tensor], outputs: list[Tensor], offsets: Tensor, cos: Tensor,
-            sin: Tensor, max_length: int, block: int, scale: float, interleaved: bool) -> None:
-    rows, heads, dim = outputs[0].shape
-    batch = offsets.shape[0] - 1
-    if rows == 0 or batch == 0 or heads == 0:
-        for out in outputs:
-            out.zero_()
-        return
-    rope = cos.shape[0] > 0
-    turns = _turns(cos, sin, min(cos.shape[0], max(1, max_length))) if rope else cos
-    inputs = [_plain_rows(x) for x in inputs]
-    strides = [n for x in (*inputs, outputs[0]) for n in x.stride()[:2]]
+def any_tile(outputs: list[Tensor], offsets: Tensor) -> bool:
+    """Whether there is anything to compute; if not, the outputs are set to zero."""
+    if outputs[0].numel() and offsets.shape[0] > 1:
+        return True
+    for out in outputs:
+        out.zero_()
+    return False
+
+
+def prepare(rows: int, offsets: Tensor, cos: Tensor, sin: Tensor, max_length: int,
+            block: int) -> tuple[Tensor, Tensor, bool]:
+    """(map of tiles, table of turns, whether there is a rotation)."""
+    rope, batch = cos.shape[0] > 0, offsets.shape[0] - 1
+    turns = _turns(cos, sin, min(cos.shape[0], max(1, max_length))) if rope else offsets.new_empty(0, dtype=torch.int32)
     tiles = rows // block + batch
     place = torch.empty((tiles, 2), dtype=torch.int64, device=offsets.device)
     launch(_map, (batch, 1, 1), kind_of(offsets), (offsets, place, rows, batch, tiles), (block, 32), warps=1)
-    launch(kernel, (tiles * heads, 1, 1), kind_of(*inputs, facts=(heads, *strides)),
+    return place, turns, rope
+
+
+def _launch(kernel, direction: str, inputs: list[Tensor], outputs: list[Tensor], offsets: Tensor, cos: Tensor,
+            sin: Tensor, max_length: int, block: int, scale: float, interleaved: bool) -> None:
+    rows, heads, dim = outputs[0].shape
+    if not any_tile(outputs, offsets):
+        return
+    place, turns, rope = prepare(rows, offsets, cos, sin, max_length, block)
+    inputs = [_plain_rows(x) for x in inputs]
+    strides = [n for x in (*inputs, outputs[0]) for n in x.stride()[:2]]
+    launch(kernel, (place.shape[0] * heads, 1, 1), kind_of(*inputs, facts=(heads, *strides)),
            (*inputs, *outputs, place, turns, turns.shape[0], heads, scale, *strides),
            (block, dim // 2, rope, rope and interleaved), stages=1, registers=REGISTERS[direction, dim])
 

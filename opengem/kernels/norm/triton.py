@@ -19,9 +19,10 @@ TILE = 8192  # elements of a tile of the forward, with eight warps
 BACKWARD_TILE = 2048  # the same for the backward, which holds more of them
 BACKWARD_PROGRAMS = 2  # of eight warps an SM
 BACKWARD_STAGES = 4  # tiles under way: the sums over a row would otherwise leave the memory idle
-QUANTIZED_WIDTH = 1024  # up to it the fused quantisation keeps 32 whole rows in registers; a warp for 32 columns
+QUANTIZED_WIDTH = 1024  # up to it the fused quantisation keeps 32 whole rows in registers
+QUANTIZED_COLUMNS = 32  # of the 32 rows a warp takes, with two registers a thread for each
 QUANTIZED_STAGES = 3  # tiles under way; two where a residual doubles them
-QUANTIZED_CHUNK = 1024  # columns at a time of wider rows
+QUANTIZED_CHUNK = 512  # columns at a time of wider rows
 
 
 @triton.jit
@@ -79,9 +80,12 @@ def _forward(x, residual, weight, bias, y, total, mean_out, rstd_out, rows, widt
 
 
 @triton.jit
-def _load_chunk(x, residual, total, row, rows, start, width, RESIDUAL: tl.constexpr, CHUNK: tl.constexpr):
+def _load_chunk(x, residual, total, row, rows, start, width, RESIDUAL: tl.constexpr, CHUNK: tl.constexpr,
+                WHOLE: tl.constexpr):
     columns = start + tl.arange(0, CHUNK)
-    mask = (row < rows)[:, None] & (columns < width)[None, :]
+    mask = (row < rows)[:, None]
+    if not WHOLE:
+        mask &= (columns < width)[None, :]
     pointer = row[:, None] * width + columns[None, :]
     values = tl.load(x + pointer, mask=mask, other=0.0)
     if RESIDUAL:
@@ -108,17 +112,20 @@ def _join(mean, squares, values, start, width, CENTERED: tl.constexpr, CHUNK: tl
 
 @triton.jit
 def _quantize_chunk(values, mean, rstd, weight, bias, data, scale, row, rows, start, width, block_row,
-                    WEIGHT: tl.constexpr, BIAS: tl.constexpr, CENTERED: tl.constexpr, CHUNK: tl.constexpr):
+                    WEIGHT: tl.constexpr, BIAS: tl.constexpr, CENTERED: tl.constexpr, CHUNK: tl.constexpr,
+                    WHOLE: tl.constexpr, ASSEMBLY: tl.constexpr):
     columns = start + tl.arange(0, CHUNK)
-    kind = values.dtype
+    kind: tl.constexpr = values.dtype
     unit = values.to(tl.float32)
     if CENTERED:
         unit = unit - mean[:, None]
     unit = _affine(unit * rstd[:, None], weight, bias, columns, width, WEIGHT, BIAS)
+    mask = (row < rows)[:, None]
+    if not WHOLE:
+        mask &= (columns < width)[None, :]
     if CENTERED or BIAS:
-        unit = tl.where((row < rows)[:, None] & (columns < width)[None, :], unit, 0.0)
-    scaled, exponent = quantize_tile(unit.to(kind).to(tl.float32), CHUNK)
-    mask = (row < rows)[:, None] & (columns < width)[None, :]
+        unit = tl.where(mask, unit, 0.0)
+    scaled, exponent = quantize_tile(unit, kind, CHUNK, ASSEMBLY)
     tl.store(data + row[:, None] * width + columns[None, :], scaled.to(data.dtype.element_ty), mask=mask)
     used = tl.cdiv(width, 32)
     block = start // 32 + tl.arange(0, CHUNK // 32)
@@ -128,23 +135,23 @@ def _quantize_chunk(values, mean, rstd, weight, bias, data, scale, row, rows, st
 @triton.jit(do_not_specialize=["rows"])
 def _forward_mx(x, residual, weight, bias, data, scale, total, mean_out, rstd_out, rows, width, eps,
                 CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-                CHUNK: tl.constexpr, STAGES: tl.constexpr):
+                CHUNK: tl.constexpr, WHOLE: tl.constexpr, ASSEMBLY: tl.constexpr, STAGES: tl.constexpr):
     """A program walks over tiles of 32 whole rows, the next ones under way: takes their statistics, then scales blocks
     of 32 columns as `mx.reference` does."""
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, 32), tl.num_programs(0), num_stages=STAGES):
         block_row = tl.cast(tile, tl.int64)
         row = block_row * 32 + tl.arange(0, 32)
-        values = _load_chunk(x, residual, total, row, rows, 0, width, RESIDUAL, CHUNK)
+        values = _load_chunk(x, residual, total, row, rows, 0, width, RESIDUAL, CHUNK, WHOLE)
         _, mean, rstd = _normalised(values.to(tl.float32), tl.arange(0, CHUNK), width, eps, CENTERED)
         _store_statistics(mean_out, rstd_out, row, rows, mean, rstd, CENTERED)
         _quantize_chunk(values, mean, rstd, weight, bias, data, scale, row, rows, 0, width, block_row, WEIGHT, BIAS,
-                        CENTERED, CHUNK)
+                        CENTERED, CHUNK, WHOLE, ASSEMBLY)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _forward_mx_wide(x, residual, weight, bias, data, scale, total, mean_out, rstd_out, rows, width, eps,
                      CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-                     CHUNK: tl.constexpr):
+                     CHUNK: tl.constexpr, WHOLE: tl.constexpr, ASSEMBLY: tl.constexpr):
     """A program takes 32 rows: their statistics, then blocks of 32 columns scaled as `mx.reference` does.
 
     The last chunk of columns stays in registers; those before it are read a second time, the latest first.
@@ -155,14 +162,14 @@ def _forward_mx_wide(x, residual, weight, bias, data, scale, total, mean_out, rs
     squares = tl.zeros([32], tl.float32)
     last = (width - 1) // CHUNK * CHUNK
     for start in range(0, last, CHUNK):
-        values = _load_chunk(x, residual, total, row, rows, start, width, RESIDUAL, CHUNK)
+        values = _load_chunk(x, residual, total, row, rows, start, width, RESIDUAL, CHUNK, WHOLE)
         mean, squares = _join(mean, squares, values, start, width, CENTERED, CHUNK)
-    values = _load_chunk(x, residual, total, row, rows, last, width, RESIDUAL, CHUNK)
+    values = _load_chunk(x, residual, total, row, rows, last, width, RESIDUAL, CHUNK, WHOLE)
     mean, squares = _join(mean, squares, values, last, width, CENTERED, CHUNK)
     rstd = tl.rsqrt(squares / width + eps)
     _store_statistics(mean_out, rstd_out, row, rows, mean, rstd, CENTERED)
     _quantize_chunk(values, mean, rstd, weight, bias, data, scale, row, rows, last, width, block_row, WEIGHT, BIAS,
-                    CENTERED, CHUNK)
+                    CENTERED, CHUNK, WHOLE, ASSEMBLY)
     if last > 0:
         tl.debug_barrier()  # other threads read what this one wrote
     for back in range(0, last // CHUNK):
@@ -171,7 +178,7 @@ def _forward_mx_wide(x, residual, weight, bias, data, scale, total, mean_out, rs
         values = tl.load((total if RESIDUAL else x) + row[:, None] * width + columns[None, :],
                          mask=(row < rows)[:, None], other=0.0)
         _quantize_chunk(values, mean, rstd, weight, bias, data, scale, row, rows, start, width, block_row, WEIGHT,
-                        BIAS, CENTERED, CHUNK)
+                        BIAS, CENTERED, CHUNK, WHOLE, ASSEMBLY)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -252,14 +259,15 @@ def norm_quantize_forward(x: Tensor, residual: Tensor | None, weight: Tensor | N
     tensors, key, present = _inputs(x, residual, weight, bias)
     arguments = (*tensors, data, scale, total, mean, rstd, rows, width, eps)
     padded, blocks = max(triton.next_power_of_2(width), 32), scale.shape[0]
+    chunk = min(padded, QUANTIZED_WIDTH if padded <= QUANTIZED_WIDTH else QUANTIZED_CHUNK)
+    constants = (centered, *present, chunk, width % chunk == 0, x.is_cuda)
+    options = {"warps": max(1, chunk // QUANTIZED_COLUMNS), "registers": 2 * QUANTIZED_COLUMNS}
     if rows and padded <= QUANTIZED_WIDTH:
-        warps = padded // 32
         stages = QUANTIZED_STAGES if residual is None else 2
-        launch(_forward_mx, (min(blocks, 32 // warps * multiprocessors(x.device)), 1, 1), key, arguments,
-               (centered, *present, padded, stages), warps=warps, registers=64)
+        programs = max(1, QUANTIZED_WIDTH // padded) * multiprocessors(x.device)
+        launch(_forward_mx, (min(blocks, programs), 1, 1), key, arguments, (*constants, stages), **options)
     elif rows:
-        launch(_forward_mx_wide, (blocks, 1, 1), key, arguments, (centered, *present, QUANTIZED_CHUNK),
-               warps=QUANTIZED_CHUNK // 32, registers=64)
+        launch(_forward_mx_wide, (blocks, 1, 1), key, arguments, constants, **options)
     return data, scale, total, mean, rstd
 
 
