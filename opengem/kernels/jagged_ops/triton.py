@@ -11,8 +11,9 @@ from torch import Tensor
 from opengem.kernels.launch import kind_of, launch
 
 TILE = 8192  # elements a program of four warps copies: eight 16-byte accesses a thread
-SUM_TILE = 4096  # the same for sums, which hold it in fp32
-SUM_COLUMNS = 128  # of a sample's rows a program sums: narrow, so that long samples are spread over programs
+USE_TILE = 4096  # the same for sums of uses, which hold it in fp32
+SUM_TILE = 8192  # the same for sums of samples, of which the next are under way
+SUM_COLUMNS = 64  # of a sample's rows a program sums: narrow, so that long samples are spread over programs
 SUM_STAGES = 3  # tiles under way
 USES = 512  # uses of rows a program counts, places or ranks
 COUNTS = ["rows", "batch", "steps", "length"]  # change from batch to batch: never part of what is compiled
@@ -175,43 +176,72 @@ def _sum_uses(grad, order, ends, counts, out, rows, width, ROWS: tl.constexpr, C
     row, column = _tile(rows, width, ROWS, COLUMNS)
     count = tl.load(counts + row, mask=row < rows, other=0)
     first = tl.load(ends + row, mask=row < rows, other=0) - count
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
     mask = (row < rows)[:, None] & (column < width)[None, :]
-    for use in range(0, tl.max(count, 0)):
+    source = tl.load(order + first, mask=count > 0, other=-1).to(tl.int64)
+    live = mask & (source >= 0)[:, None]
+    total = tl.load(grad + source[:, None] * width + column[None, :], mask=live, other=0.0).to(tl.float32)
+    for use in range(1, tl.max(count, 0)):
         source = tl.load(order + first + use, mask=use < count, other=-1).to(tl.int64)
         live = mask & (source >= 0)[:, None]
         total += tl.load(grad + source[:, None] * width + column[None, :], mask=live, other=0.0).to(tl.float32)
     tl.store(out + row[:, None] * width + column[None, :], total.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["batch", "rows"])
-def _bmm(values, dense, offsets, out, rows, batch, inner, columns, dense_batch, dense_inner, dense_column,
-         BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """One `[BM, BN]` tile of `values[t] @ dense[b]`; sample b owns row tiles from `offsets[b] // BM + b` on."""
-    blocks = tl.cdiv(columns, BN)
-    tile = tl.program_id(0) // blocks
-    column = tl.program_id(0) % blocks * BN + tl.arange(0, BN)
+@triton.jit
+def _row_tile(offsets, batch, rows, tile, BM: tl.constexpr):
+    """(sample, rows, live, written) of a tile of `BM` rows; sample b owns tiles from `offsets[b] // BM + b` on.
+
+    A search of 32 ways, one lane each: three dependent loads for a thousand samples, where halving takes ten. The last
+    sample also writes zeros to rows behind the last offset.
+    """
     low = tile * 0
     high = low + batch
     while high - low > 1:
-        middle = (low + high) // 2
-        ours = tl.load(offsets + middle).to(tl.int64) // BM + middle <= tile
-        low = tl.where(ours, middle, low)
-        high = tl.where(ours, high, middle)
+        step = tl.cdiv(high - low, 32)
+        probe = low + step * tl.arange(0, 32)
+        inside = probe < high
+        first_tile = tl.load(offsets + probe, mask=inside, other=0).to(tl.int64) // BM + probe
+        ours = tl.sum((inside & (first_tile <= tile)).to(tl.int32), 0)
+        low += step * tl.maximum(ours - 1, 0)
+        high = tl.minimum(high, low + step)
     begin, end = tl.load(offsets + low).to(tl.int64), tl.load(offsets + low + 1).to(tl.int64)
     row = begin + (tile - begin // BM - low) * BM + tl.arange(0, BM)
-    live = row < end
-    written = row < tl.where(low == batch - 1, rows, end)
+    return low.to(tl.int64), row, row < end, row < tl.where(low == batch - 1, rows, end)
+
+
+@triton.jit(do_not_specialize=["batch", "rows"])
+def _bmm(values, dense, offsets, out, rows, batch, inner, columns, dense_batch, dense_inner, dense_column,
+         BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """One `[BM, BN]` tile of `values[t] @ dense[b]`."""
+    blocks = tl.cdiv(columns, BN)
+    column = tl.program_id(0) % blocks * BN + tl.arange(0, BN)
+    sample, row, live, written = _row_tile(offsets, batch, rows, tl.program_id(0) // blocks, BM)
     inside = column < columns
     total = tl.zeros([BM, BN], tl.float32)
     for start in range(0, inner, BK):
         k = start + tl.arange(0, BK)
         left = tl.load(values + row[:, None] * inner + k[None, :], mask=live[:, None] & (k < inner)[None, :], other=0.0)
-        weight = dense + low.to(tl.int64) * dense_batch + k[:, None] * dense_inner + column[None, :] * dense_column
+        weight = dense + sample * dense_batch + k[:, None] * dense_inner + column[None, :] * dense_column
         right = tl.load(weight, mask=(k < inner)[:, None] & inside[None, :], other=0.0)
         total = tl.dot(left, right, total)
     tl.store(out + row[:, None] * columns + column[None, :], total.to(out.dtype.element_ty),
              mask=written[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["batch", "rows"])
+def _bmm_short(values, dense, offsets, out, rows, batch, inner, columns, dense_batch, dense_inner, dense_column,
+               BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr):
+    """The same where `inner` fits `BK`: a program keeps its rows and takes all columns, the next under way."""
+    sample, row, live, written = _row_tile(offsets, batch, rows, tl.program_id(0), BM)
+    k = tl.arange(0, BK)
+    left = tl.load(values + row[:, None] * inner + k[None, :], mask=live[:, None] & (k < inner)[None, :], other=0.0)
+    for start in tl.range(0, columns, BN, num_stages=STAGES):
+        column = start + tl.arange(0, BN)
+        inside = column < columns
+        weight = dense + sample * dense_batch + k[:, None] * dense_inner + column[None, :] * dense_column
+        right = tl.load(weight, mask=(k < inner)[:, None] & inside[None, :], other=0.0)
+        tl.store(out + row[:, None] * columns + column[None, :], tl.dot(left, right).to(out.dtype.element_ty),
+                 mask=written[:, None] & inside[None, :])
 
 
 @triton.jit
@@ -322,7 +352,7 @@ def gather_rows_backward(grad: Tensor, index: Tensor, rows: int) -> Tensor:
     ends = counts.cumsum(0, dtype=torch.int32)
     launch(_place_uses, grid, key, (index, ends, counts, arrival, order, uses, rows), (USES,))
     launch(_rank_uses, grid, key, (index, ends, counts, order, ranked, uses, rows), (USES,))
-    _copy_tiles(_sum_uses, rows, width, (grad.contiguous(), ranked, ends, counts, out), (width,), tile=SUM_TILE)
+    _copy_tiles(_sum_uses, rows, width, (grad.contiguous(), ranked, ends, counts, out), (width,), tile=USE_TILE)
     return out
 
 
@@ -363,9 +393,13 @@ def jagged_dense_bmm(values: Tensor, dense: Tensor, offsets: Tensor, max_length:
     if out.numel() == 0 or batch == 0 or inner == 0:
         return out.zero_()
     bm, bn, values = 128, _product_tile(columns), values.contiguous()
-    launch(_bmm, ((rows // bm + batch) * triton.cdiv(columns, bn), 1, 1),
-           kind_of(values, dense, offsets, facts=(inner, columns, *dense.stride())),
-           (values, dense, offsets, out, rows, batch, inner, columns, *dense.stride()), (bm, bn, 64), warps=8)
+    tiles, blocks = rows // bm + batch, triton.cdiv(columns, bn)
+    key = kind_of(values, dense, offsets, facts=(inner, columns, *dense.stride()))
+    arguments = values, dense, offsets, out, rows, batch, inner, columns, *dense.stride()
+    if inner <= 128 and blocks > 1:
+        launch(_bmm_short, (tiles, 1, 1), key, arguments, (bm, bn, _product_tile(inner), 2), warps=8)
+    else:
+        launch(_bmm, (tiles * blocks, 1, 1), key, arguments, (bm, bn, 64), warps=8)
     return out
 
 
