@@ -33,7 +33,7 @@ def gluon(copy, only):
             tail = (off, *tab, LONGEST, 64, dim ** -0.5, bool(rope))
             attempt(copy, bc.bytes(rows, HEADS, dim), lambda: keep.block_forward(q, k, v, *tail), impl="gluon", direction="forward", dim=dim, rope=rope)
             for name, mod in (("convert", keep), ("held", held)):
-                for reg in (168, None) if dim == 128 else (128, 104, None):
+                for reg in (168, None) if dim == 128 else (128, 96, None):
                     if name == "held" and (rope is not False): continue
                     mod.REGISTERS[dim] = reg
                     attempt(copy, bc.backward_bytes(rows, HEADS, dim), lambda: mod.block_backward(g, q, k, v, *tail), impl=name, direction="backward", dim=dim, rope=rope, reg=reg)
