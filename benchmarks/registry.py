@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -38,6 +39,13 @@ class Case:
     tolerance: float = 2e-2
     same_function: bool = True
     counted: str = ""
+
+
+@cache
+def compiled(function: Callable) -> Callable:
+    """torch.compile of `function`, a peer whose backward can be run again and again."""
+    torch._functorch.config.donated_buffer = False
+    return torch.compile(function, dynamic=False)
 
 
 def cases(op: str) -> list[Case]:

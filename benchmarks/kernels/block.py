@@ -7,12 +7,10 @@ beside what they stand between, blocks and full attention, each of which compute
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
-from benchmarks.registry import Case
+from benchmarks.registry import Case, compiled
 from opengem.kernels.block import cost
 from opengem.kernels.block.op import block_attention
 from opengem.kernels.jfa import cost as jfa_cost
@@ -21,11 +19,6 @@ from opengem.kernels.rope import reference as rope_reference
 from opengem.kernels.rope.op import apply_rope, rope_tables
 
 SAMPLES, LONGEST, FILL, HEADS, BLOCK, WINDOW = 1152, 4096, 0.3, 4, 64, 128
-
-
-@cache
-def compiled_rope():
-    return torch.compile(rope_reference.rope, dynamic=False)
 
 
 def lengths(samples: int = SAMPLES, longest: int = LONGEST, fill: float = FILL, seed: int = 0) -> Tensor:
@@ -77,7 +70,7 @@ def varlen(q, k, v, offsets, cos, sin, chunks):
 
 
 def varlen_after_rope(q, k, v, offsets, cos, sin, chunks):
-    q, k = (compiled_rope()(x, offsets, cos, sin, False, False) for x in (q, k))
+    q, k = (compiled(rope_reference.rope)(x, offsets, cos, sin, False, False) for x in (q, k))
     return varlen(q, k, v, offsets, cos, sin, chunks)
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
-from benchmarks.registry import Case
+from benchmarks.registry import Case, compiled
 from opengem.kernels.mx.op import quantize_mx
 
 ELEMENTS = 1 << 28
@@ -21,11 +19,6 @@ def torch_quantize(x):
     return (blocks * inverse).flatten(2, 3).flatten(0, 1).to(torch.float8_e4m3fn), exponent.to(torch.uint8)
 
 
-@cache
-def compiled():
-    return torch.compile(torch_quantize, dynamic=False)
-
-
 def _case(width: int) -> Case:
     rows = ELEMENTS // width
 
@@ -35,7 +28,7 @@ def _case(width: int) -> Case:
 
     return Case(
         op="mx", name=f"quantize_{width}", shape={"M": rows, "K": width}, make=make, ours=lambda x: quantize_mx(x).data,
-        peers={"torch_compile": lambda x: compiled()(x)[0]}, fwd_bytes=3 * ELEMENTS + ELEMENTS // 1024,
+        peers={"torch_compile": lambda x: compiled(torch_quantize)(x)[0]}, fwd_bytes=3 * ELEMENTS + ELEMENTS // 1024,
         counted="bytes an element: 2 + 1 + 1 / 1024")
 
 

@@ -5,23 +5,16 @@ Bytes as in `opengem.kernels.norm.cost`. Inputs and outputs are 256 MiB and more
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import torch.nn.functional as F
 
 from benchmarks.kernels.mx import torch_quantize
-from benchmarks.registry import Case
+from benchmarks.registry import Case, compiled
 from opengem.kernels.mx.op import quantize_mx
 from opengem.kernels.norm import cost
 from opengem.kernels.norm.op import layer_norm, rms_norm
 
 ELEMENTS = 1 << 28
-
-
-@cache
-def compiled(function):
-    return torch.compile(function, dynamic=False)
 
 
 def make(device: torch.device, seed: int, width: int) -> tuple:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import torch.nn.functional as F
 
-from benchmarks.registry import Case
+from benchmarks.registry import Case, compiled
 from opengem.kernels.swiglu import cost
 from opengem.kernels.swiglu.op import swiglu
 
@@ -19,11 +17,6 @@ def torch_swiglu(x):
     return (F.silu(gate) * up).to(x.dtype)
 
 
-@cache
-def compiled():
-    return torch.compile(torch_swiglu, dynamic=False)
-
-
 def _case(width: int) -> Case:
     rows = ELEMENTS // 2 // width
 
@@ -33,7 +26,7 @@ def _case(width: int) -> Case:
 
     return Case(
         op="swiglu", name=f"swiglu_{width}", shape={"M": rows, "F": width}, make=make, ours=swiglu,
-        peers={"torch_compile": lambda x: compiled()(x)}, fwd_bytes=cost.bytes(rows, width),
+        peers={"torch_compile": lambda x: compiled(torch_swiglu)(x)}, fwd_bytes=cost.bytes(rows, width),
         bwd_bytes=cost.backward_bytes(rows, width),
         counted="bytes 3 M F item (gate, up, result); backward 5 M F item (gate, up, gradient in, two out)")
 

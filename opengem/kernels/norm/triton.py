@@ -20,7 +20,7 @@ BACKWARD_TILE = 2048  # the same for the backward, which holds more of them
 BACKWARD_PROGRAMS = 2  # of eight warps an SM
 BACKWARD_STAGES = 4  # tiles under way: the sums over a row would otherwise leave the memory idle
 QUANTIZED_WIDTH = 1024  # up to it the fused quantisation keeps 32 whole rows in registers
-QUANTIZED_COLUMNS = 32  # of the 32 rows a warp takes, with two registers a thread for each
+QUANTIZED_COLUMNS = 64  # of the 32 rows a warp takes, with two registers a thread for each
 QUANTIZED_STAGES = 3  # tiles under way; two where a residual doubles them
 QUANTIZED_CHUNK = 512  # columns at a time of wider rows
 
@@ -116,16 +116,16 @@ def _quantize_chunk(values, mean, rstd, weight, bias, data, scale, row, rows, st
                     WHOLE: tl.constexpr, ASSEMBLY: tl.constexpr):
     columns = start + tl.arange(0, CHUNK)
     kind: tl.constexpr = values.dtype
-    unit = values.to(tl.float32)
+    values = values.to(tl.float32)
     if CENTERED:
-        unit = unit - mean[:, None]
-    unit = _affine(unit * rstd[:, None], weight, bias, columns, width, WEIGHT, BIAS)
+        values = values - mean[:, None]
+    values = _affine(values * rstd[:, None], weight, bias, columns, width, WEIGHT, BIAS)
     mask = (row < rows)[:, None]
     if not WHOLE:
         mask &= (columns < width)[None, :]
     if CENTERED or BIAS:
-        unit = tl.where(mask, unit, 0.0)
-    scaled, exponent = quantize_tile(unit, kind, CHUNK, ASSEMBLY)
+        values = tl.where(mask, values, 0.0)
+    scaled, exponent = quantize_tile(values, kind, CHUNK, ASSEMBLY)
     tl.store(data + row[:, None] * width + columns[None, :], scaled.to(data.dtype.element_ty), mask=mask)
     used = tl.cdiv(width, 32)
     block = start // 32 + tl.arange(0, CHUNK // 32)
