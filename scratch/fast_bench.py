@@ -8,7 +8,7 @@ from benchmarks.registry import cases
 
 if len(sys.argv) > 3:
     part, parts = map(int, sys.argv[3].split("/"))
-    todo = [c for op in sys.argv[1].split("+") for c in cases(op)][part::parts]
+    todo = [c for op in sys.argv[1].split("+") for c in cases(op.partition(":")[0]) if ":" not in op or c.name in op.partition(":")[2].split(",")][part::parts]
     for case in todo:
         inputs = case.make(torch.device("cuda"), 0)
         for name, f in {"opengem": case.ours, **case.peers}.items():
@@ -22,8 +22,9 @@ if len(sys.argv) > 3:
             except Exception as e: print(case.name, name, repr(e)[:200], flush=True)
         del inputs; torch.cuda.empty_cache()
 else:
-    run.WARMUP_S, run.TARGET_S, run.MAX_RUNS = 0.08, 0.12, 30
+    run.WARMUP_S, run.TARGET_S, run.MAX_RUNS = 0.05, 0.08, 24
     facts = run.environment(torch.device("cuda")) | run.ceilings(torch.device("cuda"))
     run.environment, run.ceilings = (lambda d: {}), (lambda d: facts)
     for op in sys.argv[1].split("+"):
-        run.kernels(op, Path(sys.argv[2]), True)
+        op, _, only = op.partition(":")
+        run.kernels(op, Path(sys.argv[2]), True, tuple(only.split(",")) if only else ())
