@@ -32,7 +32,7 @@ from opengem.kernels.launch import aligned, kind_of, launch
 
 LOG2E = gl.constexpr(1.4426950408889634)
 DEAD = gl.constexpr(-1e30)  # score of a key outside the sample
-REGISTERS = {64: 96, 128: 168}  # a thread of the backward, by head dim: what lets five or three CTAs share an SM
+REGISTERS = {64: 128, 128: 168}  # a thread of the backward, by head dim: what lets four or three CTAs share an SM
 
 
 @gluon.jit

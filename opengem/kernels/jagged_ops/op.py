@@ -147,8 +147,8 @@ _split = define("split_jagged", _run_split, _fake_split, _save_split, lambda ctx
 def gather_rows(values: Tensor, index: Tensor) -> Tensor:
     """`values[index]`: `[T, ...]` by an integer `index` `[n]` to `[n, ...]`.
 
-    The backward adds up repeated rows in order of use, without atomics. On a CPU an index outside [0, T) is a
-    ValueError; on a GPU it reads as zeros and its gradient is dropped.
+    The backward adds up repeated rows in order of use. On a CPU an index outside [0, T) is a ValueError; on a GPU it
+    reads as zeros and its gradient is dropped. T and n stay below 2^31.
     """
     if index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"gather_rows: index must be int32 or int64 [n], got {index.dtype} {list(index.shape)}")

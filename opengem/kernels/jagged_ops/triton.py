@@ -11,8 +11,8 @@ from torch import Tensor
 from opengem.kernels.launch import kind_of, launch
 
 TILE = 8192  # elements a program of four warps copies: eight 16-byte accesses a thread
-USE_TILE = 4096  # the same of two warps for sums of uses, which hold it in fp32
-SUM_TILE = 8192  # the same of four for sums of samples, of which the next are under way
+USE_TILE = 4096  # the same for sums of uses, which hold it in fp32
+SUM_TILE = 8192  # the same for sums of samples, of which the next are under way
 SUM_COLUMNS = 64  # of a sample's rows a program sums: narrow, so that long samples are spread over programs
 SUM_STAGES = 3  # tiles under way
 USES = 512  # uses of rows a program counts, places or ranks
@@ -138,31 +138,31 @@ def _segment_sum(values, offsets, out, width, ROWS: tl.constexpr, COLUMNS: tl.co
 
 @triton.jit(do_not_specialize=["uses", "rows"])
 def _count_uses(index, counts, arrival, uses, rows, USES: tl.constexpr):
-    """Uses of row r, in `counts[r + 1]`; and for each use how many of its row came before it, in whatever order."""
+    """How often each row is used, and for each use how many of its row came before it (in whatever order they came)."""
     use = tl.program_id(0) * USES + tl.arange(0, USES)
     row = tl.load(index + use, mask=use < uses, other=-1)
     known = (row >= 0) & (row < rows)
-    tl.store(arrival + use, tl.atomic_add(counts + row + 1, 1, mask=known, sem="relaxed"), mask=known)
+    tl.store(arrival + use, tl.atomic_add(counts + row, 1, mask=known, sem="relaxed"), mask=known)
 
 
 @triton.jit(do_not_specialize=["uses", "rows"])
-def _place_uses(index, starts, arrival, order, uses, rows, USES: tl.constexpr):
-    """Uses grouped by row, those of a row in order of arrival. `starts` is the running sum of `counts`."""
+def _place_uses(index, ends, counts, arrival, order, uses, rows, USES: tl.constexpr):
+    """Uses grouped by row, those of a row in order of arrival. `ends` is the running sum of `counts`."""
     use = tl.program_id(0) * USES + tl.arange(0, USES)
     row = tl.load(index + use, mask=use < uses, other=-1)
     known = (row >= 0) & (row < rows)
-    first = tl.load(starts + row, mask=known)
+    first = tl.load(ends + row, mask=known) - tl.load(counts + row, mask=known)
     tl.store(order + first + tl.load(arrival + use, mask=known), use, mask=known)
 
 
 @triton.jit(do_not_specialize=["uses", "rows"])
-def _rank_uses(index, starts, order, ranked, uses, rows, USES: tl.constexpr):
+def _rank_uses(index, ends, counts, order, ranked, uses, rows, USES: tl.constexpr):
     """The same with the uses of a row in their own order, so that no order of arrival decides a sum."""
     use = tl.program_id(0) * USES + tl.arange(0, USES)
     row = tl.load(index + use, mask=use < uses, other=-1)
     known = (row >= 0) & (row < rows)
-    first = tl.load(starts + row, mask=known, other=0)
-    count = tl.load(starts + row + 1, mask=known, other=0) - first
+    count = tl.load(counts + row, mask=known, other=0)
+    first = tl.load(ends + row, mask=known, other=0) - count
     rank = tl.zeros([USES], tl.int32)
     if tl.max(count, 0) > 1:
         for other in range(0, tl.max(count, 0)):
@@ -171,11 +171,11 @@ def _rank_uses(index, starts, order, ranked, uses, rows, USES: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def _sum_uses(grad, order, starts, out, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Row r of `out` is the sum of the rows `order[starts[r] : starts[r + 1]]` of `grad`, one after the other."""
+def _sum_uses(grad, order, ends, counts, out, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Row r of `out` is the sum of the rows `order[ends[r] - counts[r] : ends[r]]` of `grad`, one after the other."""
     row, column = _tile(rows, width, ROWS, COLUMNS)
-    first = tl.load(starts + row, mask=row < rows, other=0)
-    count = tl.load(starts + row + 1, mask=row < rows, other=0) - first
+    count = tl.load(counts + row, mask=row < rows, other=0)
+    first = tl.load(ends + row, mask=row < rows, other=0) - count
     mask = (row < rows)[:, None] & (column < width)[None, :]
     source = tl.load(order + first, mask=count > 0, other=-1).to(tl.int64)
     live = mask & (source >= 0)[:, None]
@@ -266,13 +266,13 @@ def _bmm_backward(grad, values, offsets, out, inner, columns, BM: tl.constexpr, 
 
 
 def _copy_tiles(kernel, rows: int, width: int, tensors: tuple, numbers: tuple, constants: tuple = (),
-                tile: int = TILE, warps: int = 4) -> None:
+                tile: int = TILE) -> None:
     """Launch a kernel over tiles of `rows` rows of `width` elements."""
     columns = min(triton.next_power_of_2(width), 1024)
     tile_rows = max(1, tile // columns)
     grid = triton.cdiv(rows, tile_rows) * triton.cdiv(width, columns)
     launch(kernel, (grid, 1, 1), kind_of(*tensors, facts=(width, rows >> 31)), (*tensors, rows, *numbers),
-           (*constants, tile_rows, columns), warps=warps)
+           (*constants, tile_rows, columns))
 
 
 def _width(x: Tensor, rows: int) -> int:
@@ -345,14 +345,14 @@ def gather_rows_backward(grad: Tensor, index: Tensor, rows: int) -> Tensor:
     if out.numel() == 0 or uses == 0:
         return out.zero_()
     index, width = index.contiguous(), _width(out, rows)
-    counts = torch.zeros(rows + 1, dtype=torch.int32, device=grad.device)
+    counts = torch.zeros(rows, dtype=torch.int32, device=grad.device)
     arrival, order, ranked = (torch.empty(uses, dtype=torch.int32, device=grad.device) for _ in range(3))
     grid, key = (triton.cdiv(uses, USES), 1, 1), kind_of(index)
     launch(_count_uses, grid, key, (index, counts, arrival, uses, rows), (USES,))
-    starts = counts.cumsum(0, dtype=torch.int32)
-    launch(_place_uses, grid, key, (index, starts, arrival, order, uses, rows), (USES,))
-    launch(_rank_uses, grid, key, (index, starts, order, ranked, uses, rows), (USES,))
-    _copy_tiles(_sum_uses, rows, width, (grad.contiguous(), ranked, starts, out), (width,), tile=USE_TILE, warps=2)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    launch(_place_uses, grid, key, (index, ends, counts, arrival, order, uses, rows), (USES,))
+    launch(_rank_uses, grid, key, (index, ends, counts, order, ranked, uses, rows), (USES,))
+    _copy_tiles(_sum_uses, rows, width, (grad.contiguous(), ranked, ends, counts, out), (width,), tile=USE_TILE)
     return out
 
 
@@ -397,7 +397,7 @@ def jagged_dense_bmm(values: Tensor, dense: Tensor, offsets: Tensor, max_length:
     key = kind_of(values, dense, offsets, facts=(inner, columns, *dense.stride()))
     arguments = values, dense, offsets, out, rows, batch, inner, columns, *dense.stride()
     if inner <= 128 and blocks > 1:
-        launch(_bmm_short, (tiles, 1, 1), key, arguments, (bm, 64, _product_tile(inner), 3), warps=8)
+        launch(_bmm_short, (tiles, 1, 1), key, arguments, (bm, bn, _product_tile(inner), 2), warps=8)
     else:
         launch(_bmm, (tiles * blocks, 1, 1), key, arguments, (bm, bn, 64), warps=8)
     return out

@@ -112,7 +112,7 @@ def test_beyond_2_to_the_31_elements():
 
 
 @pytest.mark.parametrize(("kernel", "constants", "options"), [
-    ("_forward_mx", {"CHUNK": 1024, "STAGES": 2}, {"num_warps": 32, "maxnreg": 64}),
+    ("_forward_mx", {"CHUNK": 1024, "STAGES": 2, "WHOLE": True, "ASSEMBLY": True}, {"num_warps": 16, "maxnreg": 128}),
     ("_backward", {"ROWS": 2, "WIDTH": 1024, "STAGES": 3}, {"num_warps": 8}),
 ])
 def test_compiles_ahead_of_time_with_loads_under_way(kernel, constants, options):
