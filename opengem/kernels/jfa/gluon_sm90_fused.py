@@ -1,0 +1,562 @@
+"""Jagged flash attention backward for Hopper in Gluon: five products a tile, one kernel, equal bits in every run.
+
+A thread block owns 128 rows of keys of one sample and head. A producer warp streams tiles of Q, dO and of the row
+statistics past them by TMA; eight warps form scores transposed, so that P and dS are left operands from registers for
+dv and dk. dS goes through shared memory once, for dq.
+
+dq is summed in fp32 in a scratch buffer by several blocks, in turn: the blocks of a sample pass over its query tiles
+in staggered order, and each tile has a counter of the blocks that have added to it. One warp waits for the block's
+turn, another announces that the block is done. The first block of a tile stores, the next ones add, the last one adds
+and writes dq. The order depends on the shape of the sample alone, so the bits do not depend on timing.
+
+The scratch buffer holds a tile in the order of the registers: every thread reads and writes 16 bytes at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from opengem.kernels.jfa import triton as portable
+from opengem.kernels.jfa.gluon_sm90 import LOG2E, takes
+from opengem.kernels.jfa.reference import Options
+from opengem.kernels.launch import aligned, launch, multiprocessors
+
+KEYS = 128  # key rows of a block
+QUERIES = {64: 128, 128: 64}  # query rows of a tile, by head dimension
+STAGES = {64: 2, 128: 2}
+BOUND = gl.constexpr(1 << 30)
+FIELDS = 6
+
+
+# ---- before the products -----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _find(offsets_ptr, slot, total, batch, steps, BLOCK: tl.constexpr):
+    """(sample, its first row, its length, number of this tile within it); sample == batch means the unused rows."""
+    low = 0
+    high = batch
+    for _ in range(steps):
+        middle = (low + high + 1) // 2
+        start = tl.load(offsets_ptr + middle).to(tl.int32) // BLOCK + middle
+        low = tl.where(start <= slot, middle, low)
+        high = tl.where(start <= slot, high, middle - 1)
+    begin = tl.load(offsets_ptr + low).to(tl.int32)
+    end = tl.load(offsets_ptr + low + 1, mask=low < batch, other=0).to(tl.int32)
+    end = tl.where(low < batch, end, total)
+    return low, begin, end - begin, slot - (begin // BLOCK + low)
+
+
+@triton.jit(do_not_specialize=["total_q", "total_kv", "batch", "steps", "q_slots", "kv_slots"])
+def _prepare_kernel(
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, dq_ptr, stats_ptr, counters_ptr, records_ptr, q_offsets_ptr, kv_offsets_ptr,
+    dout_stride, total_q, total_kv, batch, steps, q_slots, kv_slots, HAS_DLSE: tl.constexpr, HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):
+    """Statistics of a query tile (log-sum-exp in units of log2, delta), its counters, and the record of a key tile."""
+    slot = tl.program_id(0)
+    if slot < kv_slots:
+        sample, k_begin, n, place = _find(kv_offsets_ptr, slot, total_kv, batch, steps, KEYS)
+        q_begin = tl.load(q_offsets_ptr + sample).to(tl.int32)
+        q_end = tl.load(q_offsets_ptr + sample + 1, mask=sample < batch, other=0).to(tl.int32)
+        m = tl.where(sample < batch, q_end - q_begin, 0)
+        tile = (n + KEYS - 1) // KEYS - 1 - place  # the last keys first: see _turn
+        tl.store(records_ptr + slot, k_begin)
+        tl.store(records_ptr + kv_slots + slot, n)
+        tl.store(records_ptr + 2 * kv_slots + slot, tile)
+        tl.store(records_ptr + 3 * kv_slots + slot, q_begin)
+        tl.store(records_ptr + 4 * kv_slots + slot, m)
+        tl.store(records_ptr + 5 * kv_slots + slot, q_begin // QUERIES + sample)
+    if slot < q_slots:
+        sample, q_begin, m, place = _find(q_offsets_ptr, slot, total_q, batch, steps, QUERIES)
+        first = place * QUERIES
+        if first < m:
+            step = tl.arange(0, QUERIES)
+            live = first + step < m
+            row = (q_begin + first + step).to(tl.int64)
+            for head in range(HEADS):
+                column = head * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+                dense = row[:, None] * (HEADS * HEAD_DIM) + column
+                out = tl.load(out_ptr + dense, mask=live[:, None], other=0.0)
+                dout = tl.load(dout_ptr + row[:, None] * dout_stride + column, mask=live[:, None], other=0.0)
+                delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+                at = head.to(tl.int64) * total_q + row if HEADS > 1 else row
+                if HAS_DLSE:
+                    delta -= tl.load(dlse_ptr + at, mask=live, other=0.0)
+                lse = tl.load(lse_ptr + at, mask=live, other=float("-inf"))
+                dead = lse == float("-inf")
+                zeros = tl.zeros([QUERIES, HEAD_DIM], dq_ptr.dtype.element_ty)
+                tl.store(dq_ptr + dense, zeros, mask=(live & dead)[:, None])
+                tile = (head * q_slots + slot).to(tl.int64)
+                base = stats_ptr + tile * (2 * QUERIES) + step
+                tl.store(base, tl.where(dead, float("inf"), lse * 1.4426950408889634))
+                tl.store(base + QUERIES, tl.where(dead, 0.0, delta))
+                tl.store(counters_ptr + tile, 0)
+
+
+# ---- who works on what, and when -----------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _low(tile, gap, right, tiles, HAS_RIGHT: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr):
+    """The first query tile that sees key tile `tile`; `gap` is keys less queries."""
+    low = 0
+    if HAS_RIGHT:
+        low = gl.minimum(gl.maximum(tile * KEYS - right - gap, 0) // QUERIES, tiles)
+    return low
+
+
+@gluon.jit
+def _high(tile, gap, left, tiles, HAS_LEFT: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr):
+    """One past the last query tile that sees key tile `tile`."""
+    high = tiles
+    if HAS_LEFT:
+        last = tile * KEYS + KEYS - 1 + left - gap
+        high = gl.where(last < 0, 0, gl.minimum(gl.maximum(last, 0) // QUERIES + 1, tiles))
+    return high
+
+
+@gluon.jit
+def _plan(
+    records_ptr, slots, limit, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, QUERIES: gl.constexpr,
+    KEYS: gl.constexpr):
+    """(kv head, first key row, keys, key tile, first query row, queries, first query slot, low, high, begin)."""
+    head = gl.program_id(0) // slots
+    slot = gl.program_id(0) - head * slots
+    k_begin = gl.load(records_ptr + slot)
+    n = gl.load(records_ptr + slots + slot)
+    tile = gl.load(records_ptr + 2 * slots + slot)
+    q_begin = gl.load(records_ptr + 3 * slots + slot)
+    m = gl.load(records_ptr + 4 * slots + slot)
+    q_slot = gl.load(records_ptr + 5 * slots + slot)
+    tiles = (m + QUERIES - 1) // QUERIES
+    low = _low(tile, n - m, right, tiles, HAS_RIGHT, QUERIES, KEYS)
+    high = _high(tile, n - m, left, tiles, HAS_LEFT, QUERIES, KEYS)
+    begin = low
+    if not HAS_LEFT and not HAS_RIGHT:
+        owners = (n + KEYS - 1) // KEYS
+        begin = gl.where(owners <= limit, tile * tiles // gl.maximum(owners, 1), 0)
+    return head, k_begin, n, tile, q_begin, m, q_slot, low, high, begin
+
+
+@gluon.jit
+def _rank(
+    query_tile, tile, n, m, limit, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, QUERIES: gl.constexpr,
+    KEYS: gl.constexpr):
+    """How many blocks add to the query tile before the owner of key tile `tile` does.
+
+    Key tiles take turns from the last that sees the query tile downwards. Where all see all (and all blocks of a sample
+    run at once) they start staggered and wrap round: from the last that has started by then, downwards, and then from
+    the very last.
+    """
+    owners = (n + KEYS - 1) // KEYS
+    if HAS_RIGHT:
+        rank = gl.minimum(owners - 1, (query_tile * QUERIES + QUERIES - 1 + n - m + right) // KEYS) - tile
+    else:
+        rank = owners - 1 - tile
+    if not HAS_LEFT and not HAS_RIGHT:
+        tiles = (m + QUERIES - 1) // QUERIES
+        started = ((query_tile + 1) * owners + tiles - 1) // tiles
+        wrapped = gl.where(tile < started, started - 1 - tile, started + owners - 1 - tile)
+        rank = gl.where(owners <= limit, wrapped, rank)
+    return rank
+
+
+# ---- the warps beside the products ---------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _load_rows(desc, begin, length, row, column, barrier, target):
+    """Rows from `row` on of the sample at [begin, begin + length), 0 past its end (see `ragged`)."""
+    tma.async_copy_global_to_shared(desc, [BOUND, begin + length, BOUND - length + row, column], barrier, target)
+
+
+@gluon.jit
+def _produce(
+    q_desc, k_desc, v_desc, do_desc, stats_desc, dq_ptr, dk_ptr, dv_ptr, scratch_ptr, counters_ptr, records_ptr,
+    k_tile, v_tile, q_ring, do_ring, stats_ring, ds_tile, kv_full, q_full, do_full, empty, turn, done, told, slots,
+    q_slots, q_stride, scale, limit, left, right, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    HEAD_DIM: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr):
+    head, k_begin, n, tile, q_begin, m, q_slot, low, high, begin = _plan(
+        records_ptr, slots, limit, left, right, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS)
+    if (tile >= 0) & (high > low):
+        mbarrier.expect(kv_full, 2 * k_desc.block_type.nbytes)
+        _load_rows(k_desc, k_begin, n, tile * KEYS, head * HEAD_DIM, kv_full, k_tile)
+        _load_rows(v_desc, k_begin, n, tile * KEYS, head * HEAD_DIM, kv_full, v_tile)
+        count = 0
+        for member in range(GROUP):
+            q_head = head * GROUP + member
+            for trip in range(high - low):
+                query_tile = begin + trip
+                query_tile = gl.where(query_tile >= high, query_tile - (high - low), query_tile)
+                at = count % STAGES
+                mbarrier.wait(empty.index(at), ((count // STAGES) & 1) ^ 1)
+                mbarrier.expect(q_full.index(at), q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
+                _load_rows(q_desc, q_begin, m, query_tile * QUERIES, q_head * HEAD_DIM, q_full.index(at),
+                           q_ring.index(at))
+                tma.async_copy_global_to_shared(
+                    stats_desc, [2 * (q_head * q_slots + q_slot + query_tile), 0], q_full.index(at),
+                    stats_ring.index(at))
+                mbarrier.expect(do_full.index(at), do_desc.block_type.nbytes)
+                _load_rows(do_desc, q_begin, m, query_tile * QUERIES, q_head * HEAD_DIM, do_full.index(at),
+                           do_ring.index(at))
+                count += 1
+
+
+@gluon.jit
+def _await_turns(
+    q_desc, k_desc, v_desc, do_desc, stats_desc, dq_ptr, dk_ptr, dv_ptr, scratch_ptr, counters_ptr, records_ptr,
+    k_tile, v_tile, q_ring, do_ring, stats_ring, ds_tile, kv_full, q_full, do_full, empty, turn, done, told, slots,
+    q_slots, q_stride, scale, limit, left, right, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    HEAD_DIM: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr):
+    head, k_begin, n, tile, q_begin, m, q_slot, low, high, begin = _plan(
+        records_ptr, slots, limit, left, right, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS)
+    if (tile >= 0) & (high > low):
+        count = 0
+        for member in range(GROUP):
+            base = counters_ptr + (head * GROUP + member) * q_slots + q_slot
+            for trip in range(high - low):
+                query_tile = begin + trip
+                query_tile = gl.where(query_tile >= high, query_tile - (high - low), query_tile)
+                rank = _rank(query_tile, tile, n, m, limit, right, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS)
+                at = count % 2
+                mbarrier.wait(told.index(at), ((count // 2) & 1) ^ 1)
+                gl.inline_asm_elementwise(
+                    """{
+                    .reg .pred behind;
+                    .reg .s32 value;
+                    again:
+                    ld.acquire.gpu.global.s32 value, [$1];
+                    setp.lt.s32 behind, value, $2;
+                    @behind bra again;
+                    mov.s32 $0, value;
+                    }""", "=r,l,r", [(base + query_tile).to(gl.int64), rank], gl.int32, is_pure=False, pack=1)
+                mbarrier.arrive(turn.index(at), count=1)
+                count += 1
+
+
+@gluon.jit
+def _tell(
+    q_desc, k_desc, v_desc, do_desc, stats_desc, dq_ptr, dk_ptr, dv_ptr, scratch_ptr, counters_ptr, records_ptr,
+    k_tile, v_tile, q_ring, do_ring, stats_ring, ds_tile, kv_full, q_full, do_full, empty, turn, done, told, slots,
+    q_slots, q_stride, scale, limit, left, right, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    HEAD_DIM: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr):
+    head, k_begin, n, tile, q_begin, m, q_slot, low, high, begin = _plan(
+        records_ptr, slots, limit, left, right, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS)
+    if (tile >= 0) & (high > low):
+        count = 0
+        for member in range(GROUP):
+            base = counters_ptr + (head * GROUP + member) * q_slots + q_slot
+            for trip in range(high - low):
+                query_tile = begin + trip
+                query_tile = gl.where(query_tile >= high, query_tile - (high - low), query_tile)
+                rank = _rank(query_tile, tile, n, m, limit, right, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS)
+                at = count % 2
+                mbarrier.wait(done.index(at), (count // 2) & 1)
+                gl.inline_asm_elementwise(
+                    """{
+                    fence.acq_rel.gpu;
+                    st.release.gpu.global.s32 [$1], $2;
+                    mov.s32 $0, $2;
+                    }""", "=r,l,r", [(base + query_tile).to(gl.int64), rank + 1], gl.int32, is_pure=False, pack=1)
+                mbarrier.arrive(told.index(at), count=1)
+                count += 1
+
+
+# ---- products ------------------------------------------------------------------------------------------------------
+
+
+# 32 values a thread at 16 bytes a thread and step of 4 KB: $8... the address, $40... what to do, $72... the values.
+_ADD = gl.constexpr("""{
+    .reg .pred fresh, more;
+    .reg .u32 thread;
+    .reg .u64 at;
+    mov.u32 thread, %tid.x;
+    mad.wide.u32 at, thread, 16, $8;
+    setp.eq.s32 fresh, $40, 0;
+    setp.eq.s32 more, $40, 1;
+""" + "".join(
+    f"@{when} {what} [at + {4096 * i}], {{${72 + 4 * i}, ${73 + 4 * i}, ${74 + 4 * i}, ${75 + 4 * i}}};\n"
+    for when, what in (("fresh", "st.global.v4.f32"), ("more", "red.relaxed.gpu.global.add.v4.f32"))
+    for i in range(8)) + "}")
+_ADD_OPERANDS = gl.constexpr(",".join(["=r"] * 8 + ["l"] * 32 + ["r"] * 32 + ["f"] * 32))
+_READ = gl.constexpr("""{
+    .reg .u32 thread;
+    .reg .u64 at;
+    mov.u32 thread, %tid.x;
+    mad.wide.u32 at, thread, 16, $32;
+""" + "".join(
+    f"ld.relaxed.gpu.global.v4.f32 {{${4 * i}, ${4 * i + 1}, ${4 * i + 2}, ${4 * i + 3}}}, [at + {4096 * i}];\n"
+    for i in range(8)) + "}")
+_READ_OPERANDS = gl.constexpr(",".join(["=&f"] * 32 + ["l"] * 32 + ["f"] * 32))
+
+
+@gluon.jit
+def _add_share(address, share, mode):
+    """Store (mode 0) or add (mode 1) the 32 values each of 256 threads has of `share`; mode 2 does nothing."""
+    gl.inline_asm_elementwise(
+        _ADD, _ADD_OPERANDS, [address, mode, share], gl.int8, is_pure=False, pack=32)
+
+
+@gluon.jit
+def _sum_so_far(address, share):
+    """What the blocks before have added: 32 values a thread, as `share` holds them."""
+    return gl.inline_asm_elementwise(
+        _READ, _READ_OPERANDS, [address, share], gl.float32, is_pure=False, pack=32)
+
+
+@gluon.jit
+def _store(base, tile, row, rows, column, stride, ROWS: gl.constexpr, HEAD_DIM: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [8, 1], [1, 0])
+    own = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    columns = column + gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout))
+    address = (row + own).to(gl.int64)[:, None] * stride + columns[None, :]
+    value = gl.convert_layout(tile.to(base.dtype.element_ty), layout)
+    gl.store(base + address, value, mask=(own < rows)[:, None])
+
+
+@gluon.jit
+def _consume(
+    q_desc, k_desc, v_desc, do_desc, stats_desc, dq_ptr, dk_ptr, dv_ptr, scratch_ptr, counters_ptr, records_ptr,
+    k_tile, v_tile, q_ring, do_ring, stats_ring, ds_tile, kv_full, q_full, do_full, empty, turn, done, told, slots,
+    q_slots, q_stride, scale, limit, left, right, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    HEAD_DIM: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr):
+    dtype: gl.constexpr = q_desc.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, QUERIES, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, HEAD_DIM, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [QUERIES // 16, 128 // QUERIES], [16, HEAD_DIM * QUERIES // 128, 16])
+    kv_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, HEAD_DIM], dtype)
+    q_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([QUERIES, HEAD_DIM], dtype)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    head, k_begin, n, tile, q_begin, m, q_slot, low, high, begin = _plan(
+        records_ptr, slots, limit, left, right, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS)
+    if tile >= 0:
+        k = k_tile._reinterpret(dtype, [KEYS, HEAD_DIM], kv_shared)
+        v = v_tile._reinterpret(dtype, [KEYS, HEAD_DIM], kv_shared)
+        key = tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, s_layout))
+        step = gl.arange(0, QUERIES, gl.SliceLayout(0, s_layout))
+        scale2 = scale * LOG2E
+        gap = n - m
+        owners = (n + KEYS - 1) // KEYS
+        tiles = (m + QUERIES - 1) // QUERIES
+        fresh_low = low
+        fresh_high = high
+        last_low = low
+        last_high = high
+        if HAS_RIGHT:
+            if tile < owners - 1:
+                fresh_high = _low(tile + 1, gap, right, tiles, HAS_RIGHT, QUERIES, KEYS)
+        if HAS_LEFT:
+            if tile > 0:
+                last_low = _high(tile - 1, gap, left, tiles, HAS_LEFT, QUERIES, KEYS)
+        if HAS_RIGHT and not HAS_LEFT:
+            last_high = gl.where(tile == 0, high, 0)
+        if HAS_LEFT and not HAS_RIGHT:
+            fresh_high = gl.where(tile == owners - 1, high, 0)
+        if not HAS_LEFT and not HAS_RIGHT:
+            staggered = owners <= limit
+            whole = gl.maximum(owners, 1)
+            before = gl.where(tile == 0, owners - 1, tile - 1)
+            fresh_low = gl.where(staggered, begin, 0)
+            fresh_high = gl.where(staggered, (tile + 1) * tiles // whole, gl.where(tile == owners - 1, tiles, 0))
+            last_low = gl.where(staggered, before * tiles // whole, 0)
+            last_high = gl.where(staggered, (before + 1) * tiles // whole, gl.where(tile == 0, tiles, 0))
+        dk = gl.zeros([KEYS, HEAD_DIM], gl.float32, o_layout)
+        dv = gl.zeros([KEYS, HEAD_DIM], gl.float32, o_layout)
+        if high > low:
+            mbarrier.wait(kv_full, 0)
+        count = 0
+        for member in range(GROUP):
+            q_head = head * GROUP + member
+            for trip in range(high - low):
+                query_tile = begin + trip
+                query_tile = gl.where(query_tile >= high, query_tile - (high - low), query_tile)
+                at = count % STAGES
+                phase = (count // STAGES) & 1
+                q = q_ring.index(at)._reinterpret(dtype, [QUERIES, HEAD_DIM], q_shared)
+                dout = do_ring.index(at)._reinterpret(dtype, [QUERIES, HEAD_DIM], q_shared)
+                stats = stats_ring.index(at)._reinterpret(gl.float32, [2, QUERIES], flat)
+                zero = gl.zeros([KEYS, QUERIES], gl.float32, s_layout)
+                mbarrier.wait(q_full.index(at), phase)
+                s_next = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+                mbarrier.wait(do_full.index(at), phase)
+                dp_next = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
+                lse2 = stats.index(0).load(gl.SliceLayout(0, s_layout))
+                delta = stats.index(1).load(gl.SliceLayout(0, s_layout))
+                s = warpgroup_mma_wait(1, deps=[s_next])
+                p = gl.exp2(s * scale2 - lse2[None, :])
+                first = query_tile * QUERIES + gap  # position of the tile's first query
+                masked = n - tile * KEYS < KEYS
+                if HAS_RIGHT:
+                    masked = masked | (tile * KEYS + KEYS - 1 > first + right)
+                if HAS_LEFT:
+                    masked = masked | (tile * KEYS < first + QUERIES - 1 - left)
+                if masked:
+                    visible = (key < n)[:, None]
+                    if HAS_RIGHT:
+                        visible = visible & (key[:, None] <= (first + step)[None, :] + right)
+                    if HAS_LEFT:
+                        visible = visible & (key[:, None] >= (first + step)[None, :] - left)
+                    p = gl.where(visible, p, 0.0)
+                weights = gl.convert_layout(p.to(dtype), p_layout)
+                dv_next = warpgroup_mma(weights, dout, dv, is_async=True)
+                dp = warpgroup_mma_wait(1, deps=[dp_next])
+                ds = (p * (dp - delta[None, :])).to(dtype)
+                ds_tile.store(ds)
+                fence_async_shared()
+                share = gl.zeros([QUERIES, HEAD_DIM], gl.float32, dq_layout)
+                dq_next = warpgroup_mma(ds_tile.permute((1, 0)), k, share, use_acc=False, is_async=True)
+                ds = gl.convert_layout(ds, p_layout)
+                dk_next = warpgroup_mma(ds, q, dk, is_async=True)
+                share, dv, weights = warpgroup_mma_wait(1, deps=[dq_next, dv_next, weights])
+                fresh = (query_tile >= fresh_low) & (query_tile < fresh_high)
+                last = (query_tile >= last_low) & (query_tile < last_high)
+                turn_at = count % 2
+                mbarrier.wait(turn.index(turn_at), (count // 2) & 1)
+                address = scratch_ptr + (q_head * q_slots + q_slot + query_tile).to(gl.int64) * (QUERIES * HEAD_DIM)
+                address = address.to(gl.int64)
+                _add_share(address, share, gl.where(last, 2, gl.where(fresh, 0, 1)))
+                dk, ds = warpgroup_mma_wait(0, deps=[dk_next, ds])
+                mbarrier.arrive(empty.index(at), count=1)
+                mbarrier.arrive(done.index(turn_at), count=1)
+                if last:
+                    if not fresh:
+                        share += _sum_so_far(address, share)
+                    _store(dq_ptr, share * scale, q_begin + query_tile * QUERIES, m - query_tile * QUERIES,
+                           q_head * HEAD_DIM, q_stride, QUERIES, HEAD_DIM)
+                count += 1
+        rows = n - tile * KEYS
+        stride = gl.num_programs(0) // slots * HEAD_DIM
+        _store(dk_ptr, dk * scale, k_begin + tile * KEYS, rows, head * HEAD_DIM, stride, KEYS, HEAD_DIM)
+        _store(dv_ptr, dv, k_begin + tile * KEYS, rows, head * HEAD_DIM, stride, KEYS, HEAD_DIM)
+
+
+@gluon.jit(do_not_specialize=["slots", "q_slots", "limit", "left", "right"])
+def _backward_kernel(
+    q_desc, k_desc, v_desc, do_desc, stats_desc, dq_ptr, dk_ptr, dv_ptr, scratch_ptr, counters_ptr, records_ptr,
+    slots, q_slots, q_stride, scale, limit, left, right, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HEAD_DIM: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr):
+    dtype: gl.constexpr = q_desc.dtype
+    k_tile = gl.allocate_shared_memory(dtype, k_desc.block_type.shape, k_desc.layout)
+    v_tile = gl.allocate_shared_memory(dtype, v_desc.block_type.shape, v_desc.layout)
+    q_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QUERIES, HEAD_DIM], q_desc.layout)
+    do_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QUERIES, HEAD_DIM], do_desc.layout)
+    stats_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 2, QUERIES], stats_desc.layout)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], dtype)
+    ds_tile = gl.allocate_shared_memory(dtype, [KEYS, QUERIES], ds_layout)
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    done = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(kv_full, count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(do_full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(turn.index(i), count=1)
+        mbarrier.init(done.index(i), count=1)
+        mbarrier.init(told.index(i), count=1)
+    gl.warp_specialize([
+        (_consume, (q_desc, k_desc, v_desc, do_desc, stats_desc, dq_ptr, dk_ptr, dv_ptr, scratch_ptr, counters_ptr,
+                    records_ptr, k_tile, v_tile, q_ring, do_ring, stats_ring, ds_tile, kv_full, q_full, do_full, empty,
+                    turn, done, told, slots, q_slots, q_stride, scale, limit, left, right, GROUP, HAS_LEFT, HAS_RIGHT,
+                    HEAD_DIM, QUERIES, KEYS, STAGES)),
+        (_produce, (q_desc, k_desc, v_desc, do_desc, stats_desc, dq_ptr, dk_ptr, dv_ptr, scratch_ptr, counters_ptr,
+                    records_ptr, k_tile, v_tile, q_ring, do_ring, stats_ring, ds_tile, kv_full, q_full, do_full, empty,
+                    turn, done, told, slots, q_slots, q_stride, scale, limit, left, right, GROUP, HAS_LEFT, HAS_RIGHT,
+                    HEAD_DIM, QUERIES, KEYS, STAGES)),
+        (_await_turns, (q_desc, k_desc, v_desc, do_desc, stats_desc, dq_ptr, dk_ptr, dv_ptr, scratch_ptr, counters_ptr,
+                        records_ptr, k_tile, v_tile, q_ring, do_ring, stats_ring, ds_tile, kv_full, q_full, do_full,
+                        empty, turn, done, told, slots, q_slots, q_stride, scale, limit, left, right, GROUP, HAS_LEFT,
+                        HAS_RIGHT, HEAD_DIM, QUERIES, KEYS, STAGES)),
+        (_tell, (q_desc, k_desc, v_desc, do_desc, stats_desc, dq_ptr, dk_ptr, dv_ptr, scratch_ptr, counters_ptr,
+                 records_ptr, k_tile, v_tile, q_ring, do_ring, stats_ring, ds_tile, kv_full, q_full, do_full, empty,
+                 turn, done, told, slots, q_slots, q_stride, scale, limit, left, right, GROUP, HAS_LEFT, HAS_RIGHT,
+                 HEAD_DIM, QUERIES, KEYS, STAGES)),
+    ], [1, 1, 1], [24, 24, 24])
+
+
+# ---- launch --------------------------------------------------------------------------------------------------------
+
+
+def backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    q_offsets: Tensor, kv_offsets: Tensor, bias: Tensor | None, max_q: int, max_kv: int, options: Options,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `reference.backward`, for what `takes` says; everything else goes to the portable kernels."""
+    dout = dout if dout.stride(2) == 1 and dout.stride(1) == dout.shape[2] else dout.contiguous()
+    if not (takes(q, k, v, bias) and takes(dout, k, v, bias)):
+        return portable.backward(
+            dout, dlse, q, k, v, out, lse, q_offsets, kv_offsets, bias, max_q, max_kv, options)
+    total, heads, dim = q.shape
+    total_kv, kv_heads, _ = k.shape
+    batch, queries = q_offsets.shape[0] - 1, QUERIES[dim]
+    dlse = None if dlse is None else dlse.contiguous()
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    q_slots, slots = total // queries + batch + 1, total_kv // KEYS + batch + 1
+    stats = torch.empty((heads * q_slots * 2, queries), dtype=torch.float32, device=q.device)
+    scratch = torch.empty(heads * q_slots * queries * dim, dtype=torch.float32, device=q.device)
+    counters = torch.empty(heads * q_slots, dtype=torch.int32, device=q.device)
+    records = torch.empty(FIELDS * slots, dtype=torch.int32, device=q.device)
+    key = None
+    if aligned(q_offsets, kv_offsets, out, lse, *(() if dlse is None else (dlse,))):
+        key = q.device, q.dtype, q_offsets.dtype, kv_offsets.dtype, heads
+    launch(
+        _prepare_kernel, (max(q_slots, slots), 1, 1), key and (key, dout.stride(0)),
+        (out, dout, lse, dlse, dq, stats, counters, records, q_offsets, kv_offsets, dout.stride(0), total, total_kv,
+         batch, batch.bit_length(), q_slots, slots), (dlse is not None, heads, dim, queries, KEYS))
+    launch(
+        _backward_kernel, (slots * kv_heads, 1, 1), key,
+        (_ragged(q, queries), _ragged(k, KEYS), _ragged(v, KEYS), _ragged(dout, queries), _statistics(stats, queries),
+         dq, dk, dv, scratch, counters, records, slots, q_slots, heads * dim, options.scale,
+         multiprocessors(q.device) // 2, options.left, options.right),
+        (heads // kv_heads, options.left >= 0, options.right >= 0, dim, queries, KEYS, STAGES[dim]), 8)
+    return dq, dk, dv, q.new_empty(0)
+
+
+def _ragged(x: Tensor, rows: int) -> TensorDescriptor:
+    """Boxes [rows, D] of a head of `x` `[T, H, D]` that end with the sample; the coordinates set the bound of rows.
+
+    Two leading dimensions of strides `2^34 - row` and `row` shift the base (64-bit addresses wrap) so that the row
+    coordinate runs into BOUND exactly at the sample's end: TMA fills with 0 from there on.
+    """
+    row, head, _ = x.stride()
+    shape = [0x7FFF0000, 0x7FFF0000, BOUND.value, (x.shape[1] - 1) * head + x.shape[2]]
+    return TensorDescriptor(x, shape, [2**34 - row, row, row, 1], [1, 1, rows, x.shape[2]],
+                            _layout(rows, x.shape[2], x.dtype))
+
+
+def _statistics(stats: Tensor, queries: int) -> TensorDescriptor:
+    return TensorDescriptor(stats, list(stats.shape), [queries, 1], [2, queries], _plain())
+
+
+@functools.cache
+def _plain() -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(0, 32, 2)
+
+
+@functools.cache
+def _layout(rows: int, dim: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, dim], element)
