@@ -281,43 +281,50 @@ def _tell(
 # ---- products ------------------------------------------------------------------------------------------------------
 
 
-# 32 values a thread at 16 bytes a thread and step of 4 KB: $8... the address, $40... what to do, $72... the values.
-_ADD = gl.constexpr("""{
-    .reg .pred fresh, more;
-    .reg .u32 thread;
-    .reg .u64 at;
-    mov.u32 thread, %tid.x;
-    mad.wide.u32 at, thread, 16, $8;
-    setp.eq.s32 fresh, $40, 0;
-    setp.eq.s32 more, $40, 1;
-""" + "".join(
-    f"@{when} {what} [at + {4096 * i}], {{${72 + 4 * i}, ${73 + 4 * i}, ${74 + 4 * i}, ${75 + 4 * i}}};\n"
-    for when, what in (("fresh", "st.global.v4.f32"), ("more", "red.relaxed.gpu.global.add.v4.f32"))
-    for i in range(8)) + "}")
-_ADD_OPERANDS = gl.constexpr(",".join(["=r"] * 8 + ["l"] * 32 + ["r"] * 32 + ["f"] * 32))
-_READ = gl.constexpr("""{
-    .reg .u32 thread;
-    .reg .u64 at;
-    mov.u32 thread, %tid.x;
-    mad.wide.u32 at, thread, 16, $32;
-""" + "".join(
-    f"ld.relaxed.gpu.global.v4.f32 {{${4 * i}, ${4 * i + 1}, ${4 * i + 2}, ${4 * i + 3}}}, [at + {4096 * i}];\n"
-    for i in range(8)) + "}")
-_READ_OPERANDS = gl.constexpr(",".join(["=&f"] * 32 + ["l"] * 32 + ["f"] * 32))
+@gluon.constexpr_function
+def _adding(values):
+    """PTX that stores or adds `values` numbers of each thread: of operand $1 (what to do), $2 (where), $3 (what)."""
+    operands = [f"${values // 4 + i * values}" for i in range(3)]
+    parts = [f"[at + {1024 * i}], {{${base}, ${base + 1}, ${base + 2}, ${base + 3}}};"
+             for i in range(0, values, 4) for base in [values // 4 + 2 * values + i]]
+    return "\n".join([
+        "{", ".reg .pred fresh, more;", ".reg .u32 thread;", ".reg .u64 at;", "mov.u32 thread, %tid.x;",
+        f"mad.wide.u32 at, thread, 16, {operands[1]};", f"setp.eq.s32 fresh, {operands[0]}, 0;",
+        f"setp.eq.s32 more, {operands[0]}, 1;", *(f"@fresh st.global.v4.f32 {part}" for part in parts),
+        *(f"@more red.relaxed.gpu.global.add.v4.f32 {part}" for part in parts), "}"])
+
+
+@gluon.constexpr_function
+def _adding_operands(values):
+    return ",".join(["=r"] * (values // 4) + ["r"] * values + ["l"] * values + ["f"] * values)
+
+
+@gluon.constexpr_function
+def _reading(values):
+    return "\n".join([
+        "{", ".reg .u32 thread;", ".reg .u64 at;", "mov.u32 thread, %tid.x;",
+        f"mad.wide.u32 at, thread, 16, ${values};",
+        *(f"ld.relaxed.gpu.global.v4.f32 {{${i}, ${i + 1}, ${i + 2}, ${i + 3}}}, [at + {1024 * i}];"
+          for i in range(0, values, 4)), "}"])
+
+
+@gluon.constexpr_function
+def _reading_operands(values):
+    return ",".join(["=&f"] * values + ["l"] * values + ["f"] * values)
 
 
 @gluon.jit
-def _add_share(address, share, mode):
-    """Store (mode 0) or add (mode 1) the 32 values each of 256 threads has of `share`; mode 2 does nothing."""
+def _add_share(address, share, mode, VALUES: gl.constexpr):
+    """Store (mode 0) or add (mode 1) the numbers that each of 256 threads has of `share`; mode 2 does nothing."""
     gl.inline_asm_elementwise(
-        _ADD, _ADD_OPERANDS, [address, mode, share], gl.int8, is_pure=False, pack=32)
+        _adding(VALUES), _adding_operands(VALUES), [mode, address, share], gl.int8, is_pure=False, pack=VALUES)
 
 
 @gluon.jit
-def _sum_so_far(address, share):
-    """What the blocks before have added: 32 values a thread, as `share` holds them."""
+def _sum_so_far(address, share, VALUES: gl.constexpr):
+    """What the blocks before have added, as `share` holds it."""
     return gl.inline_asm_elementwise(
-        _READ, _READ_OPERANDS, [address, share], gl.float32, is_pure=False, pack=32)
+        _reading(VALUES), _reading_operands(VALUES), [address, share], gl.float32, is_pure=False, pack=VALUES)
 
 
 @gluon.jit
@@ -385,7 +392,7 @@ def _consume(
         count = 0
         for member in range(GROUP):
             q_head = head * GROUP + member
-            for trip in range(high - low):
+            for trip in tl.range(0, high - low, disable_licm=True):
                 query_tile = begin + trip
                 query_tile = gl.where(query_tile >= high, query_tile - (high - low), query_tile)
                 at = count % STAGES
@@ -399,7 +406,6 @@ def _consume(
                 mbarrier.wait(do_full.index(at), phase)
                 dp_next = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
                 lse2 = stats.index(0).load(gl.SliceLayout(0, s_layout))
-                delta = stats.index(1).load(gl.SliceLayout(0, s_layout))
                 s = warpgroup_mma_wait(1, deps=[s_next])
                 p = gl.exp2(s * scale2 - lse2[None, :])
                 first = query_tile * QUERIES + gap  # position of the tile's first query
@@ -417,6 +423,7 @@ def _consume(
                     p = gl.where(visible, p, 0.0)
                 weights = gl.convert_layout(p.to(dtype), p_layout)
                 dv_next = warpgroup_mma(weights, dout, dv, is_async=True)
+                delta = stats.index(1).load(gl.SliceLayout(0, s_layout))
                 dp = warpgroup_mma_wait(1, deps=[dp_next])
                 ds = (p * (dp - delta[None, :])).to(dtype)
                 ds_tile.store(ds)
@@ -432,13 +439,13 @@ def _consume(
                 mbarrier.wait(turn.index(turn_at), (count // 2) & 1)
                 address = scratch_ptr + (q_head * q_slots + q_slot + query_tile).to(gl.int64) * (QUERIES * HEAD_DIM)
                 address = address.to(gl.int64)
-                _add_share(address, share, gl.where(last, 2, gl.where(fresh, 0, 1)))
+                _add_share(address, share, gl.where(last, 2, gl.where(fresh, 0, 1)), QUERIES * HEAD_DIM // 256)
                 dk, ds = warpgroup_mma_wait(0, deps=[dk_next, ds])
                 mbarrier.arrive(empty.index(at), count=1)
                 mbarrier.arrive(done.index(turn_at), count=1)
                 if last:
                     if not fresh:
-                        share += _sum_so_far(address, share)
+                        share += _sum_so_far(address, share, QUERIES * HEAD_DIM // 256)
                     _store(dq_ptr, share * scale, q_begin + query_tile * QUERIES, m - query_tile * QUERIES,
                            q_head * HEAD_DIM, q_stride, QUERIES, HEAD_DIM)
                 count += 1
