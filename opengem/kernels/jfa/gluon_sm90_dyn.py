@@ -30,7 +30,7 @@ from opengem.kernels.jfa.reference import Options
 from opengem.kernels.launch import aligned, launch, multiprocessors
 
 LOG2E = gl.constexpr(1.4426950408889634)
-ROWS = 128  # query rows of an item: two consumers of 64
+CONSUMERS = {64: 3, 128: 2}  # warpgroups of 64 query rows, by head dimension
 KEYS = 128  # key rows of a tile
 STAGES = {64: 4, 128: 2}  # K and V tiles in flight, by head dimension
 Q_STAGES = {64: 2, 128: 2}  # items in flight
@@ -112,7 +112,8 @@ def _produce(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, records_ptr, item_ring, q_ring, k_ring, v_ring, q_full, q_empty, k_full,
     k_empty, v_full, v_empty, slots, heads, total_q, scale2, left, right, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-):
+    CONSUMERS: gl.constexpr):
+    PARTS: gl.constexpr = 2 if CONSUMERS == 2 else 4
     count = 0
     q_count = 0
     item = gl.atomic_add(records_ptr + 5 * slots, 1, sem="relaxed")
@@ -134,10 +135,10 @@ def _produce(
             _put(item_ring, q_slot, 2, rows)
             _put(item_ring, q_slot, 3, position)
             _put(item_ring, q_slot, 4, n)
-            mbarrier.expect(q_full.index(q_slot), 2 * q_desc.block_type.nbytes)
-            for half in gl.static_range(2):
-                _load_rows(q_desc, q_row, rows, 64 * half, head * HEAD_DIM, q_full.index(q_slot),
-                           q_ring.index(2 * q_slot + half))
+            mbarrier.expect(q_full.index(q_slot), CONSUMERS * q_desc.block_type.nbytes)
+            for part in gl.static_range(CONSUMERS):
+                _load_rows(q_desc, q_row, rows, 64 * part, head * HEAD_DIM, q_full.index(q_slot),
+                           q_ring.index(PARTS * q_slot + part))
             q_count += 1
             column = (head // GROUP) * HEAD_DIM
             for back in range(last - first + 1):
@@ -222,7 +223,8 @@ def _consume(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, records_ptr, item_ring, q_ring, k_ring, v_ring, q_full, q_empty, k_full,
     k_empty, v_full, v_empty, slots, heads, total_q, scale2, left, right, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr, HALF: gl.constexpr):
+    Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, HALF: gl.constexpr):
+    PARTS: gl.constexpr = 2 if CONSUMERS == 2 else 4
     dtype: gl.constexpr = q_desc.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
@@ -242,7 +244,7 @@ def _consume(
         position = _get(item_ring, q_slot, 3)
         n = _get(item_ring, q_slot, 4)
         last, first, full_first, full_end = _tiles(position, rows, n, left, right, KEYS, HAS_LEFT, HAS_RIGHT)
-        q_tile = q_ring.index(2 * q_slot + HALF)._reinterpret(dtype, [64, HEAD_DIM], q_shared)
+        q_tile = q_ring.index(PARTS * q_slot + HALF)._reinterpret(dtype, [64, HEAD_DIM], q_shared)
         at = count % STAGES
         phase = (count // STAGES) & 1
         mbarrier.wait(k_full.index(at), phase)
@@ -300,8 +302,9 @@ def _consume(
 def _forward_kernel(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, records_ptr, slots, heads, total_q, scale2, left, right,
     GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr,
-    STAGES: gl.constexpr, Q_STAGES: gl.constexpr):
-    q_ring = gl.allocate_shared_memory(q_desc.dtype, [2 * Q_STAGES, 1, 1, 64, HEAD_DIM], q_desc.layout)
+    STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    PARTS: gl.constexpr = 2 if CONSUMERS == 2 else 4
+    q_ring = gl.allocate_shared_memory(q_desc.dtype, [PARTS * Q_STAGES, 1, 1, 64, HEAD_DIM], q_desc.layout)
     k_ring = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, KEYS, HEAD_DIM], k_desc.layout)
     v_ring = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, KEYS, HEAD_DIM], v_desc.layout)
     item_ring = gl.allocate_shared_memory(gl.int32, [8 * Q_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -313,24 +316,40 @@ def _forward_kernel(
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(Q_STAGES):
         mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=2)
+        mbarrier.init(q_empty.index(i), count=CONSUMERS)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(k_empty.index(i), count=CONSUMERS)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=2)
+        mbarrier.init(v_empty.index(i), count=CONSUMERS)
     # The first function runs on the launch's own four warps; the producer warp is given a warpgroup's place.
-    gl.warp_specialize([
-        (_consume, (q_desc, k_desc, v_desc, out_ptr, lse_ptr, records_ptr, item_ring, q_ring, k_ring, v_ring, q_full,
-                    q_empty, k_full, k_empty, v_full, v_empty, slots, heads, total_q, scale2, left, right, GROUP, HAS_LEFT,
-                    HAS_RIGHT, HEAD_DIM, KEYS, STAGES, Q_STAGES, 0)),
-        (_consume, (q_desc, k_desc, v_desc, out_ptr, lse_ptr, records_ptr, item_ring, q_ring, k_ring, v_ring, q_full,
-                    q_empty, k_full, k_empty, v_full, v_empty, slots, heads, total_q, scale2, left, right, GROUP, HAS_LEFT,
-                    HAS_RIGHT, HEAD_DIM, KEYS, STAGES, Q_STAGES, 1)),
-        (_produce, (q_desc, k_desc, v_desc, out_ptr, lse_ptr, records_ptr, item_ring, q_ring, k_ring, v_ring, q_full,
-                    q_empty, k_full, k_empty, v_full, v_empty, slots, heads, total_q, scale2, left, right, GROUP, HAS_LEFT,
-                    HAS_RIGHT, HEAD_DIM, KEYS, STAGES, Q_STAGES)),
-    ], [4, 1], [240, 24])
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (_consume, (q_desc, k_desc, v_desc, out_ptr, lse_ptr, records_ptr, item_ring, q_ring, k_ring, v_ring, q_full,
+                       q_empty, k_full, k_empty, v_full, v_empty, slots, heads, total_q, scale2, left, right, GROUP,
+                       HAS_LEFT, HAS_RIGHT, HEAD_DIM, KEYS, STAGES, Q_STAGES, CONSUMERS, 0)),
+            (_consume, (q_desc, k_desc, v_desc, out_ptr, lse_ptr, records_ptr, item_ring, q_ring, k_ring, v_ring, q_full,
+                       q_empty, k_full, k_empty, v_full, v_empty, slots, heads, total_q, scale2, left, right, GROUP,
+                       HAS_LEFT, HAS_RIGHT, HEAD_DIM, KEYS, STAGES, Q_STAGES, CONSUMERS, 1)),
+            (_produce, (q_desc, k_desc, v_desc, out_ptr, lse_ptr, records_ptr, item_ring, q_ring, k_ring, v_ring, q_full,
+                       q_empty, k_full, k_empty, v_full, v_empty, slots, heads, total_q, scale2, left, right, GROUP,
+                       HAS_LEFT, HAS_RIGHT, HEAD_DIM, KEYS, STAGES, Q_STAGES, CONSUMERS)),
+        ], [4, 1], [240, 24])
+    else:
+        gl.warp_specialize([
+            (_consume, (q_desc, k_desc, v_desc, out_ptr, lse_ptr, records_ptr, item_ring, q_ring, k_ring, v_ring, q_full,
+                       q_empty, k_full, k_empty, v_full, v_empty, slots, heads, total_q, scale2, left, right, GROUP,
+                       HAS_LEFT, HAS_RIGHT, HEAD_DIM, KEYS, STAGES, Q_STAGES, CONSUMERS, 0)),
+            (_consume, (q_desc, k_desc, v_desc, out_ptr, lse_ptr, records_ptr, item_ring, q_ring, k_ring, v_ring, q_full,
+                       q_empty, k_full, k_empty, v_full, v_empty, slots, heads, total_q, scale2, left, right, GROUP,
+                       HAS_LEFT, HAS_RIGHT, HEAD_DIM, KEYS, STAGES, Q_STAGES, CONSUMERS, 1)),
+            (_consume, (q_desc, k_desc, v_desc, out_ptr, lse_ptr, records_ptr, item_ring, q_ring, k_ring, v_ring, q_full,
+                       q_empty, k_full, k_empty, v_full, v_empty, slots, heads, total_q, scale2, left, right, GROUP,
+                       HAS_LEFT, HAS_RIGHT, HEAD_DIM, KEYS, STAGES, Q_STAGES, CONSUMERS, 2)),
+            (_produce, (q_desc, k_desc, v_desc, out_ptr, lse_ptr, records_ptr, item_ring, q_ring, k_ring, v_ring, q_full,
+                       q_empty, k_full, k_empty, v_full, v_empty, slots, heads, total_q, scale2, left, right, GROUP,
+                       HAS_LEFT, HAS_RIGHT, HEAD_DIM, KEYS, STAGES, Q_STAGES, CONSUMERS)),
+        ], [4, 4, 1], [160, 160, 24])
 
 
 # ---- launch ----------------------------------------------------------------------------------------------------
@@ -345,25 +364,25 @@ def forward(
         return portable.forward(q, k, v, q_offsets, kv_offsets, bias, max_q, max_kv, options)
     total, heads, dim = q.shape
     key = _key(q, q_offsets, kv_offsets)
-    records, slots = _schedule(total, q_offsets, kv_offsets, key)
+    records, slots = _schedule(total, q_offsets, kv_offsets, key, 64 * CONSUMERS[dim])
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((heads, total), dtype=torch.float32, device=q.device)
     launch(
         _forward_kernel, (min(multiprocessors(q.device), slots * heads), 1, 1), key,
         (_ragged(q, 64), _ragged(k, KEYS), _ragged(v, KEYS), out, lse, records, slots, heads, total,
          options.scale * LOG2E.value, options.left, options.right),
-        (heads // k.shape[1], options.left >= 0, options.right >= 0, dim, KEYS, STAGES[dim], Q_STAGES[dim]))
+        (heads // k.shape[1], options.left >= 0, options.right >= 0, dim, KEYS, STAGES[dim], Q_STAGES[dim], CONSUMERS[dim]))
     return out, lse
 
 
-def _schedule(total: int, offsets: Tensor, partner_offsets: Tensor, key: tuple | None) -> tuple[Tensor, int]:
+def _schedule(total: int, offsets: Tensor, partner_offsets: Tensor, key: tuple | None, rows: int) -> tuple[Tensor, int]:
     """(records of the items of `total` rows, slots)."""
     batch = offsets.shape[0] - 1
-    slots = total // ROWS + batch + 1
+    slots = total // rows + batch + 1
     records = torch.empty(5 * slots + 1, dtype=torch.int32, device=offsets.device)
     launch(
         _schedule_kernel, ((slots + 255) // 256, 1, 1), key,
-        (records, offsets, partner_offsets, total, batch, batch.bit_length(), slots), (256, ROWS), warps=8)
+        (records, offsets, partner_offsets, total, batch, batch.bit_length(), slots), (256, rows), warps=8)
     return records, slots
 
 
@@ -380,7 +399,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
         return False
     for x in (q, k, v):
         row, head, element = x.stride()
-        if element != 1 or head != x.shape[2] or row % 8 or not 0 < x.shape[0] < 2**31 - 2 * ROWS:
+        if element != 1 or head != x.shape[2] or row % 8 or not 0 < x.shape[0] < 2**31 - 256:
             return False
     return aligned(q, k, v)
 
