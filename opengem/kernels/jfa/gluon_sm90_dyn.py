@@ -30,7 +30,7 @@ from opengem.kernels.jfa.reference import Options
 from opengem.kernels.launch import aligned, launch, multiprocessors
 
 LOG2E = gl.constexpr(1.4426950408889634)
-CONSUMERS = {64: 3, 128: 2}  # warpgroups of 64 query rows, by head dimension
+CONSUMERS = {64: 2, 128: 2}  # warpgroups of 64 query rows, by head dimension
 KEYS = 128  # key rows of a tile
 STAGES = {64: 4, 128: 2}  # K and V tiles in flight, by head dimension
 Q_STAGES = {64: 2, 128: 2}  # items in flight

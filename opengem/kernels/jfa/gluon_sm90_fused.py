@@ -37,10 +37,15 @@ from opengem.kernels.jfa.reference import Options
 from opengem.kernels.launch import aligned, launch, multiprocessors
 
 KEYS = 128  # key rows of a block
-QUERIES = {64: 128, 128: 64}  # query rows of a tile, by head dimension
-STAGES = {64: 2, 128: 2}
+QUERIES = {64: 64, 128: 64}  # query rows of a tile, by head dimension
+STAGES = {64: 4, 128: 2}
 BOUND = gl.constexpr(1 << 30)
 FIELDS = 6
+STARTS = gl.constexpr(1)  # the first tile of a block of keys, its last, partly masked
+ENDS = gl.constexpr(2)
+MASKED = gl.constexpr(4)
+FRESH = gl.constexpr(8)  # the first block, the last block to add to this tile of dq
+LAST = gl.constexpr(16)
 
 
 # ---- before the products -----------------------------------------------------------------------------------------
@@ -62,14 +67,20 @@ def _find(offsets_ptr, slot, total, batch, steps, BLOCK: tl.constexpr):
     return low, begin, end - begin, slot - (begin // BLOCK + low)
 
 
-@triton.jit(do_not_specialize=["total_q", "total_kv", "batch", "steps", "q_slots", "kv_slots"])
+@triton.jit(do_not_specialize=["total_q", "total_kv", "batch", "steps", "q_slots", "kv_slots", "left", "right"])
 def _prepare_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, dq_ptr, stats_ptr, counters_ptr, records_ptr, q_offsets_ptr, kv_offsets_ptr,
-    dout_stride, total_q, total_kv, batch, steps, q_slots, kv_slots, HAS_DLSE: tl.constexpr, HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, dq_ptr, dk_ptr, dv_ptr, stats_ptr, counters_ptr, records_ptr, q_offsets_ptr,
+    kv_offsets_ptr, dout_stride, total_q, total_kv, batch, steps, q_slots, kv_slots, left, right,
+    HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):
-    """Statistics of a query tile (log-sum-exp in units of log2, delta), its counters, and the record of a key tile."""
+    """Statistics of a query tile (log-sum-exp in units of log2, delta), its counters, and the record of a key tile.
+
+    Gradients that the main kernel does not write, of rows that see nothing, get zeros here.
+    """
     slot = tl.program_id(0)
+    if slot == 0:
+        tl.store(counters_ptr + HEADS * q_slots, 0)
     if slot < kv_slots:
         sample, k_begin, n, place = _find(kv_offsets_ptr, slot, total_kv, batch, steps, KEYS)
         q_begin = tl.load(q_offsets_ptr + sample).to(tl.int32)
@@ -82,6 +93,18 @@ def _prepare_kernel(
         tl.store(records_ptr + 3 * kv_slots + slot, q_begin)
         tl.store(records_ptr + 4 * kv_slots + slot, m)
         tl.store(records_ptr + 5 * kv_slots + slot, q_begin // QUERIES + sample)
+        unseen = m == 0
+        if HAS_LEFT:
+            unseen = unseen | (tile * KEYS + KEYS - 1 + left - (n - m) < 0)
+        if HAS_RIGHT:
+            unseen = unseen | (tile * KEYS - right - (n - m) >= (m + QUERIES - 1) // QUERIES * QUERIES)
+        if unseen & (tile >= 0):
+            j = tile * KEYS + tl.arange(0, KEYS)
+            at = (k_begin + j).to(tl.int64)[:, None] * (KV_HEADS * HEAD_DIM) + tl.arange(0, HEAD_DIM)[None, :]
+            for head in range(KV_HEADS):
+                zeros = tl.zeros([KEYS, HEAD_DIM], dk_ptr.dtype.element_ty)
+                tl.store(dk_ptr + at + head * HEAD_DIM, zeros, mask=(j < n)[:, None])
+                tl.store(dv_ptr + at + head * HEAD_DIM, zeros, mask=(j < n)[:, None])
     if slot < q_slots:
         sample, q_begin, m, place = _find(q_offsets_ptr, slot, total_q, batch, steps, QUERIES)
         first = place * QUERIES
@@ -133,11 +156,11 @@ def _high(tile, gap, left, tiles, HAS_LEFT: gl.constexpr, QUERIES: gl.constexpr,
 
 @gluon.jit
 def _plan(
-    records_ptr, slots, limit, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, QUERIES: gl.constexpr,
+    item, records_ptr, slots, limit, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, QUERIES: gl.constexpr,
     KEYS: gl.constexpr):
     """(kv head, first key row, keys, key tile, first query row, queries, first query slot, low, high, begin)."""
-    head = gl.program_id(0) // slots
-    slot = gl.program_id(0) - head * slots
+    head = item // slots
+    slot = item - head * slots
     k_begin = gl.load(records_ptr + slot)
     n = gl.load(records_ptr + slots + slot)
     tile = gl.load(records_ptr + 2 * slots + slot)
@@ -151,7 +174,41 @@ def _plan(
     if not HAS_LEFT and not HAS_RIGHT:
         owners = (n + KEYS - 1) // KEYS
         begin = gl.where(owners <= limit, tile * tiles // gl.maximum(owners, 1), 0)
+    high = gl.where(tile >= 0, high, low)
     return head, k_begin, n, tile, q_begin, m, q_slot, low, high, begin
+
+
+@gluon.jit
+def _firsts_and_lasts(
+    tile, n, m, low, high, begin, limit, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    QUERIES: gl.constexpr, KEYS: gl.constexpr):
+    """(low, high) of the query tiles to which this block is the first to add, and of those to which it is the last."""
+    gap = n - m
+    owners = (n + KEYS - 1) // KEYS
+    tiles = (m + QUERIES - 1) // QUERIES
+    fresh_low = low
+    fresh_high = high
+    last_low = low
+    last_high = high
+    if HAS_RIGHT:
+        if tile < owners - 1:
+            fresh_high = _low(tile + 1, gap, right, tiles, HAS_RIGHT, QUERIES, KEYS)
+    if HAS_LEFT:
+        if tile > 0:
+            last_low = _high(tile - 1, gap, left, tiles, HAS_LEFT, QUERIES, KEYS)
+    if HAS_RIGHT and not HAS_LEFT:
+        last_high = gl.where(tile == 0, high, 0)
+    if HAS_LEFT and not HAS_RIGHT:
+        fresh_high = gl.where(tile == owners - 1, high, 0)
+    if not HAS_LEFT and not HAS_RIGHT:
+        staggered = owners <= limit
+        whole = gl.maximum(owners, 1)
+        before = gl.where(tile == 0, owners - 1, tile - 1)
+        fresh_low = gl.where(staggered, begin, 0)
+        fresh_high = gl.where(staggered, (tile + 1) * tiles // whole, gl.where(tile == owners - 1, tiles, 0))
+        last_low = gl.where(staggered, before * tiles // whole, 0)
+        last_high = gl.where(staggered, (before + 1) * tiles // whole, gl.where(tile == 0, tiles, 0))
+    return fresh_low, fresh_high, last_low, last_high
 
 
 @gluon.jit
@@ -181,55 +238,128 @@ def _rank(
 
 
 @gluon.jit
+def _put(ring, at, value):
+    """A number for other warps, in a ring of numbers in shared memory."""
+    ring.index(at).store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def _get(ring, at, WARPS: gl.constexpr):
+    return gl.sum(ring.index(at).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+
+
+@gluon.jit
 def _load_rows(desc, begin, length, row, column, barrier, target):
-    """Rows from `row` on of the sample at [begin, begin + length), 0 past its end (see `ragged`)."""
+    """Rows from `row` on of the sample at [begin, begin + length), 0 past its end (see `_ragged`)."""
     tma.async_copy_global_to_shared(desc, [BOUND, begin + length, BOUND - length + row, column], barrier, target)
 
 
 @gluon.jit
+def _write_back(kv, dk_desc, dv_desc, k_ring, v_ring, places):
+    """dk and dv, which have taken the places of k and v, to global memory."""
+    end = _get(places, 4 * kv, 1)
+    row = _get(places, 4 * kv + 1, 1)
+    column = _get(places, 4 * kv + 2, 1)
+    tma.async_copy_shared_to_global(dk_desc, [BOUND, end, row, column], k_ring.index(kv))
+    tma.async_copy_shared_to_global(dv_desc, [BOUND, end, row, column], v_ring.index(kv))
+    tma.store_wait(0)
+
+
+@gluon.jit
 def _produce(
-    q_desc, k_desc, v_desc, do_desc, stats_desc, dq_ptr, dk_ptr, dv_ptr, scratch_ptr, counters_ptr, records_ptr,
-    k_tile, v_tile, q_ring, do_ring, stats_ring, ds_tile, kv_full, q_full, do_full, empty, turn, done, told, slots,
-    q_slots, q_stride, scale, limit, left, right, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    HEAD_DIM: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr):
-    head, k_begin, n, tile, q_begin, m, q_slot, low, high, begin = _plan(
-        records_ptr, slots, limit, left, right, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS)
-    if (tile >= 0) & (high > low):
-        mbarrier.expect(kv_full, 2 * k_desc.block_type.nbytes)
-        _load_rows(k_desc, k_begin, n, tile * KEYS, head * HEAD_DIM, kv_full, k_tile)
-        _load_rows(v_desc, k_begin, n, tile * KEYS, head * HEAD_DIM, kv_full, v_tile)
-        count = 0
-        for member in range(GROUP):
-            q_head = head * GROUP + member
-            for trip in range(high - low):
-                query_tile = begin + trip
-                query_tile = gl.where(query_tile >= high, query_tile - (high - low), query_tile)
-                at = count % STAGES
-                mbarrier.wait(empty.index(at), ((count // STAGES) & 1) ^ 1)
-                mbarrier.expect(q_full.index(at), q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
-                _load_rows(q_desc, q_begin, m, query_tile * QUERIES, q_head * HEAD_DIM, q_full.index(at),
-                           q_ring.index(at))
-                tma.async_copy_global_to_shared(
-                    stats_desc, [2 * (q_head * q_slots + q_slot + query_tile), 0], q_full.index(at),
-                    stats_ring.index(at))
-                mbarrier.expect(do_full.index(at), do_desc.block_type.nbytes)
-                _load_rows(do_desc, q_begin, m, query_tile * QUERIES, q_head * HEAD_DIM, do_full.index(at),
-                           do_ring.index(at))
-                count += 1
+    q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, dq_ptr, scratch_ptr, counters_ptr, records_ptr,
+    k_ring, v_ring, q_ring, do_ring, stats_ring, ds_tile, notes, places, claims, orders, kv_full, staged, q_full,
+    do_full, empty, turn, done, told, claimed, taken, slots, items, q_slots, q_stride, scale, limit, left, right,
+    GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HEAD_DIM: gl.constexpr,
+    QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr):
+    count = 0
+    kv_count = 0
+    claim_count = 0
+    item = gl.program_id(0)
+    while item < items:
+        head, k_begin, n, tile, q_begin, m, q_slot, low, high, begin = _plan(
+            item, records_ptr, slots, limit, left, right, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS)
+        if high > low:
+            kv = kv_count % 2
+            mbarrier.wait(staged.index(kv), ((kv_count // 2) & 1) ^ 1)
+            if kv_count >= 2:
+                _write_back(kv, dk_desc, dv_desc, k_ring, v_ring, places)
+            _put(places, 4 * kv, k_begin + n)
+            _put(places, 4 * kv + 1, BOUND - n + tile * KEYS)
+            _put(places, 4 * kv + 2, head * HEAD_DIM)
+            mbarrier.expect(kv_full.index(kv), 2 * k_desc.block_type.nbytes)
+            _load_rows(k_desc, k_begin, n, tile * KEYS, head * HEAD_DIM, kv_full.index(kv), k_ring.index(kv))
+            _load_rows(v_desc, k_begin, n, tile * KEYS, head * HEAD_DIM, kv_full.index(kv), v_ring.index(kv))
+            kv_count += 1
+            fresh_low, fresh_high, last_low, last_high = _firsts_and_lasts(
+                tile, n, m, low, high, begin, limit, left, right, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS)
+            for member in range(GROUP):
+                q_head = head * GROUP + member
+                for trip in range(high - low):
+                    query_tile = begin + trip
+                    query_tile = gl.where(query_tile >= high, query_tile - (high - low), query_tile)
+                    first = query_tile * QUERIES + n - m - tile * KEYS  # position of the first query over the first key
+                    masked = n - tile * KEYS < KEYS
+                    if HAS_RIGHT:
+                        masked = masked | (KEYS - 1 > first + right)
+                    if HAS_LEFT:
+                        masked = masked | (0 < first + QUERIES - 1 - left)
+                    fresh = (query_tile >= fresh_low) & (query_tile < fresh_high)
+                    last = (query_tile >= last_low) & (query_tile < last_high)
+                    starts = (trip == 0) & (member == 0)
+                    ends = (trip == high - low - 1) & (member == GROUP - 1)
+                    flags = gl.where(starts, STARTS, 0) + gl.where(ends, ENDS, 0) + gl.where(masked, MASKED, 0)
+                    flags += gl.where(fresh, FRESH, 0) + gl.where(last, LAST, 0)
+                    at = count % STAGES
+                    mbarrier.wait(empty.index(at), ((count // STAGES) & 1) ^ 1)
+                    _put(notes, 8 * at, flags)
+                    _put(notes, 8 * at + 1, q_head * q_slots + q_slot + query_tile)
+                    _put(notes, 8 * at + 2, first)
+                    _put(notes, 8 * at + 3, n - tile * KEYS)
+                    _put(notes, 8 * at + 4, q_begin + query_tile * QUERIES)
+                    _put(notes, 8 * at + 5, m - query_tile * QUERIES)
+                    _put(notes, 8 * at + 6, q_head)
+                    mbarrier.expect(q_full.index(at), q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
+                    _load_rows(q_desc, q_begin, m, query_tile * QUERIES, q_head * HEAD_DIM, q_full.index(at),
+                               q_ring.index(at))
+                    tma.async_copy_global_to_shared(
+                        stats_desc, [2 * (q_head * q_slots + q_slot + query_tile), 0], q_full.index(at),
+                        stats_ring.index(at))
+                    mbarrier.expect(do_full.index(at), do_desc.block_type.nbytes)
+                    _load_rows(do_desc, q_begin, m, query_tile * QUERIES, q_head * HEAD_DIM, do_full.index(at),
+                               do_ring.index(at))
+                    count += 1
+        at = claim_count % 2
+        mbarrier.wait(claimed.index(at), (claim_count // 2) & 1)
+        item = _get(claims, at, 1)
+        mbarrier.arrive(taken.index(at), count=1)
+        claim_count += 1
+    at = count % STAGES
+    mbarrier.wait(empty.index(at), ((count // STAGES) & 1) ^ 1)
+    _put(notes, 8 * at, -1)
+    mbarrier.arrive(q_full.index(at), count=1)
+    left_over = gl.minimum(kv_count, 2)
+    for back in range(left_over):
+        block = kv_count - left_over + back
+        mbarrier.wait(staged.index(block % 2), (block // 2) & 1)
+        _write_back(block % 2, dk_desc, dv_desc, k_ring, v_ring, places)
 
 
 @gluon.jit
 def _await_turns(
-    q_desc, k_desc, v_desc, do_desc, stats_desc, dq_ptr, dk_ptr, dv_ptr, scratch_ptr, counters_ptr, records_ptr,
-    k_tile, v_tile, q_ring, do_ring, stats_ring, ds_tile, kv_full, q_full, do_full, empty, turn, done, told, slots,
-    q_slots, q_stride, scale, limit, left, right, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    HEAD_DIM: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr):
-    head, k_begin, n, tile, q_begin, m, q_slot, low, high, begin = _plan(
-        records_ptr, slots, limit, left, right, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS)
-    if (tile >= 0) & (high > low):
-        count = 0
+    q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, dq_ptr, scratch_ptr, counters_ptr, records_ptr,
+    k_ring, v_ring, q_ring, do_ring, stats_ring, ds_tile, notes, places, claims, orders, kv_full, staged, q_full,
+    do_full, empty, turn, done, told, claimed, taken, slots, items, q_slots, q_stride, scale, limit, left, right,
+    GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HEAD_DIM: gl.constexpr,
+    QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr):
+    count = 0
+    claim_count = 0
+    item = gl.program_id(0)
+    while item < items:
+        head, k_begin, n, tile, q_begin, m, q_slot, low, high, begin = _plan(
+            item, records_ptr, slots, limit, left, right, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS)
         for member in range(GROUP):
-            base = counters_ptr + (head * GROUP + member) * q_slots + q_slot
+            base = (head * GROUP + member) * q_slots + q_slot
             for trip in range(high - low):
                 query_tile = begin + trip
                 query_tile = gl.where(query_tile >= high, query_tile - (high - low), query_tile)
@@ -245,37 +375,49 @@ def _await_turns(
                     setp.lt.s32 behind, value, $2;
                     @behind bra again;
                     mov.s32 $0, value;
-                    }""", "=r,l,r", [(base + query_tile).to(gl.int64), rank], gl.int32, is_pure=False, pack=1)
+                    }""", "=r,l,r", [(counters_ptr + base + query_tile).to(gl.int64), rank], gl.int32, is_pure=False,
+                    pack=1)
+                _put(orders, 2 * at, base + query_tile)
+                _put(orders, 2 * at + 1, rank + 1)
                 mbarrier.arrive(turn.index(at), count=1)
                 count += 1
+        # No turn is left to wait for, so taking an item cannot keep others from theirs.
+        item = gl.atomic_add(counters_ptr + items // slots * GROUP * q_slots, 1, sem="relaxed") + gl.num_programs(0)
+        at = claim_count % 2
+        mbarrier.wait(taken.index(at), ((claim_count // 2) & 1) ^ 1)
+        _put(claims, at, item)
+        mbarrier.arrive(claimed.index(at), count=1)
+        claim_count += 1
+    at = count % 2
+    mbarrier.wait(told.index(at), ((count // 2) & 1) ^ 1)
+    _put(orders, 2 * at, -1)
+    mbarrier.arrive(done.index(at), count=1)
 
 
 @gluon.jit
 def _tell(
-    q_desc, k_desc, v_desc, do_desc, stats_desc, dq_ptr, dk_ptr, dv_ptr, scratch_ptr, counters_ptr, records_ptr,
-    k_tile, v_tile, q_ring, do_ring, stats_ring, ds_tile, kv_full, q_full, do_full, empty, turn, done, told, slots,
-    q_slots, q_stride, scale, limit, left, right, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    HEAD_DIM: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr):
-    head, k_begin, n, tile, q_begin, m, q_slot, low, high, begin = _plan(
-        records_ptr, slots, limit, left, right, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS)
-    if (tile >= 0) & (high > low):
-        count = 0
-        for member in range(GROUP):
-            base = counters_ptr + (head * GROUP + member) * q_slots + q_slot
-            for trip in range(high - low):
-                query_tile = begin + trip
-                query_tile = gl.where(query_tile >= high, query_tile - (high - low), query_tile)
-                rank = _rank(query_tile, tile, n, m, limit, right, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS)
-                at = count % 2
-                mbarrier.wait(done.index(at), (count // 2) & 1)
-                gl.inline_asm_elementwise(
-                    """{
-                    fence.acq_rel.gpu;
-                    st.release.gpu.global.s32 [$1], $2;
-                    mov.s32 $0, $2;
-                    }""", "=r,l,r", [(base + query_tile).to(gl.int64), rank + 1], gl.int32, is_pure=False, pack=1)
-                mbarrier.arrive(told.index(at), count=1)
-                count += 1
+    q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, dq_ptr, scratch_ptr, counters_ptr, records_ptr,
+    k_ring, v_ring, q_ring, do_ring, stats_ring, ds_tile, notes, places, claims, orders, kv_full, staged, q_full,
+    do_full, empty, turn, done, told, claimed, taken, slots, items, q_slots, q_stride, scale, limit, left, right,
+    GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HEAD_DIM: gl.constexpr,
+    QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr):
+    mbarrier.wait(done.index(0), 0)
+    place = _get(orders, 0, 1)
+    count = 0
+    while place >= 0:
+        at = count % 2
+        gl.inline_asm_elementwise(
+            """{
+            fence.acq_rel.gpu;
+            st.release.gpu.global.s32 [$1], $2;
+            mov.s32 $0, $2;
+            }""", "=r,l,r", [(counters_ptr + place).to(gl.int64), _get(orders, 2 * at + 1, 1)], gl.int32, is_pure=False,
+            pack=1)
+        mbarrier.arrive(told.index(at), count=1)
+        count += 1
+        at = count % 2
+        mbarrier.wait(done.index(at), (count // 2) & 1)
+        place = _get(orders, 2 * at, 1)
 
 
 # ---- products ------------------------------------------------------------------------------------------------------
@@ -339,10 +481,11 @@ def _store(base, tile, row, rows, column, stride, ROWS: gl.constexpr, HEAD_DIM: 
 
 @gluon.jit
 def _consume(
-    q_desc, k_desc, v_desc, do_desc, stats_desc, dq_ptr, dk_ptr, dv_ptr, scratch_ptr, counters_ptr, records_ptr,
-    k_tile, v_tile, q_ring, do_ring, stats_ring, ds_tile, kv_full, q_full, do_full, empty, turn, done, told, slots,
-    q_slots, q_stride, scale, limit, left, right, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    HEAD_DIM: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr):
+    q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, dq_ptr, scratch_ptr, counters_ptr, records_ptr,
+    k_ring, v_ring, q_ring, do_ring, stats_ring, ds_tile, notes, places, claims, orders, kv_full, staged, q_full,
+    do_full, empty, turn, done, told, claimed, taken, slots, items, q_slots, q_stride, scale, limit, left, right,
+    GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HEAD_DIM: gl.constexpr,
+    QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr):
     dtype: gl.constexpr = q_desc.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, QUERIES, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, HEAD_DIM, 16])
@@ -352,155 +495,146 @@ def _consume(
     kv_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, HEAD_DIM], dtype)
     q_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([QUERIES, HEAD_DIM], dtype)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    head, k_begin, n, tile, q_begin, m, q_slot, low, high, begin = _plan(
-        records_ptr, slots, limit, left, right, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS)
-    if tile >= 0:
-        k = k_tile._reinterpret(dtype, [KEYS, HEAD_DIM], kv_shared)
-        v = v_tile._reinterpret(dtype, [KEYS, HEAD_DIM], kv_shared)
-        key = tile * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, s_layout))
-        step = gl.arange(0, QUERIES, gl.SliceLayout(0, s_layout))
-        scale2 = scale * LOG2E
-        gap = n - m
-        owners = (n + KEYS - 1) // KEYS
-        tiles = (m + QUERIES - 1) // QUERIES
-        fresh_low = low
-        fresh_high = high
-        last_low = low
-        last_high = high
-        if HAS_RIGHT:
-            if tile < owners - 1:
-                fresh_high = _low(tile + 1, gap, right, tiles, HAS_RIGHT, QUERIES, KEYS)
-        if HAS_LEFT:
-            if tile > 0:
-                last_low = _high(tile - 1, gap, left, tiles, HAS_LEFT, QUERIES, KEYS)
-        if HAS_RIGHT and not HAS_LEFT:
-            last_high = gl.where(tile == 0, high, 0)
-        if HAS_LEFT and not HAS_RIGHT:
-            fresh_high = gl.where(tile == owners - 1, high, 0)
-        if not HAS_LEFT and not HAS_RIGHT:
-            staggered = owners <= limit
-            whole = gl.maximum(owners, 1)
-            before = gl.where(tile == 0, owners - 1, tile - 1)
-            fresh_low = gl.where(staggered, begin, 0)
-            fresh_high = gl.where(staggered, (tile + 1) * tiles // whole, gl.where(tile == owners - 1, tiles, 0))
-            last_low = gl.where(staggered, before * tiles // whole, 0)
-            last_high = gl.where(staggered, (before + 1) * tiles // whole, gl.where(tile == 0, tiles, 0))
-        dk = gl.zeros([KEYS, HEAD_DIM], gl.float32, o_layout)
-        dv = gl.zeros([KEYS, HEAD_DIM], gl.float32, o_layout)
-        if high > low:
-            mbarrier.wait(kv_full, 0)
-        count = 0
-        for member in range(GROUP):
-            q_head = head * GROUP + member
-            for trip in tl.range(0, high - low, disable_licm=True):
-                query_tile = begin + trip
-                query_tile = gl.where(query_tile >= high, query_tile - (high - low), query_tile)
-                at = count % STAGES
-                phase = (count // STAGES) & 1
-                q = q_ring.index(at)._reinterpret(dtype, [QUERIES, HEAD_DIM], q_shared)
-                dout = do_ring.index(at)._reinterpret(dtype, [QUERIES, HEAD_DIM], q_shared)
-                stats = stats_ring.index(at)._reinterpret(gl.float32, [2, QUERIES], flat)
-                zero = gl.zeros([KEYS, QUERIES], gl.float32, s_layout)
-                mbarrier.wait(q_full.index(at), phase)
-                s_next = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-                mbarrier.wait(do_full.index(at), phase)
-                dp_next = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
-                lse2 = stats.index(0).load(gl.SliceLayout(0, s_layout))
-                s = warpgroup_mma_wait(1, deps=[s_next])
-                p = gl.exp2(s * scale2 - lse2[None, :])
-                first = query_tile * QUERIES + gap  # position of the tile's first query
-                masked = n - tile * KEYS < KEYS
-                if HAS_RIGHT:
-                    masked = masked | (tile * KEYS + KEYS - 1 > first + right)
-                if HAS_LEFT:
-                    masked = masked | (tile * KEYS < first + QUERIES - 1 - left)
-                if masked:
-                    visible = (key < n)[:, None]
-                    if HAS_RIGHT:
-                        visible = visible & (key[:, None] <= (first + step)[None, :] + right)
-                    if HAS_LEFT:
-                        visible = visible & (key[:, None] >= (first + step)[None, :] - left)
-                    p = gl.where(visible, p, 0.0)
-                weights = gl.convert_layout(p.to(dtype), p_layout)
-                dv_next = warpgroup_mma(weights, dout, dv, is_async=True)
-                delta = stats.index(1).load(gl.SliceLayout(0, s_layout))
-                dp = warpgroup_mma_wait(1, deps=[dp_next])
-                ds = (p * (dp - delta[None, :])).to(dtype)
-                ds_tile.store(ds)
-                fence_async_shared()
-                share = gl.zeros([QUERIES, HEAD_DIM], gl.float32, dq_layout)
-                dq_next = warpgroup_mma(ds_tile.permute((1, 0)), k, share, use_acc=False, is_async=True)
-                ds = gl.convert_layout(ds, p_layout)
-                dk_next = warpgroup_mma(ds, q, dk, is_async=True)
-                share, dv, weights = warpgroup_mma_wait(1, deps=[dq_next, dv_next, weights])
-                fresh = (query_tile >= fresh_low) & (query_tile < fresh_high)
-                last = (query_tile >= last_low) & (query_tile < last_high)
-                turn_at = count % 2
-                mbarrier.wait(turn.index(turn_at), (count // 2) & 1)
-                address = scratch_ptr + (q_head * q_slots + q_slot + query_tile).to(gl.int64) * (QUERIES * HEAD_DIM)
-                address = address.to(gl.int64)
-                _add_share(address, share, gl.where(last, 2, gl.where(fresh, 0, 1)), QUERIES * HEAD_DIM // 256)
-                dk, ds = warpgroup_mma_wait(0, deps=[dk_next, ds])
-                mbarrier.arrive(empty.index(at), count=1)
-                mbarrier.arrive(done.index(turn_at), count=1)
-                if last:
-                    if not fresh:
-                        share += _sum_so_far(address, share, QUERIES * HEAD_DIM // 256)
-                    _store(dq_ptr, share * scale, q_begin + query_tile * QUERIES, m - query_tile * QUERIES,
-                           q_head * HEAD_DIM, q_stride, QUERIES, HEAD_DIM)
-                count += 1
-        rows = n - tile * KEYS
-        stride = gl.num_programs(0) // slots * HEAD_DIM
-        _store(dk_ptr, dk * scale, k_begin + tile * KEYS, rows, head * HEAD_DIM, stride, KEYS, HEAD_DIM)
-        _store(dv_ptr, dv, k_begin + tile * KEYS, rows, head * HEAD_DIM, stride, KEYS, HEAD_DIM)
+    scale2 = scale * LOG2E
+    count = 0
+    kv_count = 0
+    zero = gl.zeros([KEYS, QUERIES], gl.float32, s_layout)
+    dk = gl.zeros([KEYS, HEAD_DIM], gl.float32, o_layout)
+    dv = gl.zeros([KEYS, HEAD_DIM], gl.float32, o_layout)
+    mbarrier.wait(q_full.index(0), 0)
+    flags = _get(notes, 0, 8)
+    mbarrier.wait(kv_full.index(0), 0, pred=flags >= 0)
+    k_first = k_ring.index(0)._reinterpret(dtype, [KEYS, HEAD_DIM], kv_shared)
+    q_first = q_ring.index(0)._reinterpret(dtype, [QUERIES, HEAD_DIM], q_shared)
+    s_next = warpgroup_mma(k_first, q_first.permute((1, 0)), zero, use_acc=False, is_async=True)
+    while flags >= 0:
+        at = count % STAGES
+        phase = (count // STAGES) & 1
+        kv = kv_count % 2
+        k = k_ring.index(kv)._reinterpret(dtype, [KEYS, HEAD_DIM], kv_shared)
+        v = v_ring.index(kv)._reinterpret(dtype, [KEYS, HEAD_DIM], kv_shared)
+        q = q_ring.index(at)._reinterpret(dtype, [QUERIES, HEAD_DIM], q_shared)
+        dout = do_ring.index(at)._reinterpret(dtype, [QUERIES, HEAD_DIM], q_shared)
+        stats = stats_ring.index(at)._reinterpret(gl.float32, [2, QUERIES], flat)
+        mbarrier.wait(do_full.index(at), phase)
+        s = warpgroup_mma_wait(0, deps=[s_next])
+        dp_next = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
+        lse2 = stats.index(0).load(gl.SliceLayout(0, s_layout))
+        p = gl.exp2(s * scale2 - lse2[None, :])
+        if flags & MASKED != 0:
+            first = _get(notes, 8 * at + 2, 8)
+            key = gl.arange(0, KEYS, gl.SliceLayout(1, s_layout))
+            step = first + gl.arange(0, QUERIES, gl.SliceLayout(0, s_layout))
+            visible = (key < _get(notes, 8 * at + 3, 8))[:, None]
+            if HAS_RIGHT:
+                visible = visible & (key[:, None] <= step[None, :] + right)
+            if HAS_LEFT:
+                visible = visible & (key[:, None] >= step[None, :] - left)
+            p = gl.where(visible, p, 0.0)
+        weights = gl.convert_layout(p.to(dtype), p_layout)
+        goes_on = flags & STARTS == 0
+        dv_next = warpgroup_mma(weights, dout, dv, use_acc=goes_on, is_async=True)
+        delta = stats.index(1).load(gl.SliceLayout(0, s_layout))
+        dp = warpgroup_mma_wait(1, deps=[dp_next])
+        ds = (p * (dp - delta[None, :])).to(dtype)
+        ds_tile.store(ds)
+        fence_async_shared()
+        share = gl.zeros([QUERIES, HEAD_DIM], gl.float32, dq_layout)
+        dq_next = warpgroup_mma(ds_tile.permute((1, 0)), k, share, use_acc=False, is_async=True)
+        ds = gl.convert_layout(ds, p_layout)
+        dk_next = warpgroup_mma(ds, q, dk, use_acc=goes_on, is_async=True)
+        share, dv, weights = warpgroup_mma_wait(1, deps=[dq_next, dv_next, weights])
+        ahead = (count + 1) % STAGES
+        mbarrier.wait(q_full.index(ahead), ((count + 1) // STAGES) & 1)
+        flags_ahead = _get(notes, 8 * ahead, 8)
+        kv_ahead = kv_count + gl.where(flags & ENDS != 0, 1, 0)
+        mbarrier.wait(kv_full.index(kv_ahead % 2), (kv_ahead // 2) & 1, pred=flags_ahead >= 0)
+        k_ahead = k_ring.index(kv_ahead % 2)._reinterpret(dtype, [KEYS, HEAD_DIM], kv_shared)
+        q_ahead = q_ring.index(ahead)._reinterpret(dtype, [QUERIES, HEAD_DIM], q_shared)
+        s_ahead = warpgroup_mma(k_ahead, q_ahead.permute((1, 0)), s, use_acc=False, is_async=True)
+        place = _get(notes, 8 * at + 1, 8)
+        turn_at = count % 2
+        mbarrier.wait(turn.index(turn_at), (count // 2) & 1)
+        address = scratch_ptr.to(gl.int64) + place.to(gl.int64) * (4 * QUERIES * HEAD_DIM)
+        mode = gl.where(flags & LAST != 0, 2, gl.where(flags & FRESH != 0, 0, 1))
+        _add_share(address, share, mode, QUERIES * HEAD_DIM // 256)
+        dk, ds = warpgroup_mma_wait(1, deps=[dk_next, ds])
+        s_next = s_ahead
+        if flags & LAST != 0:
+            if flags & FRESH == 0:
+                share += _sum_so_far(address, share, QUERIES * HEAD_DIM // 256)
+            _store(dq_ptr, share * scale, _get(notes, 8 * at + 4, 8), _get(notes, 8 * at + 5, 8),
+                   _get(notes, 8 * at + 6, 8) * HEAD_DIM, q_stride, QUERIES, HEAD_DIM)
+        mbarrier.arrive(empty.index(at), count=1)
+        mbarrier.arrive(done.index(turn_at), count=1)
+        if flags & ENDS != 0:
+            k.store((dk * scale).to(dtype))
+            v.store(dv.to(dtype))
+            fence_async_shared()
+            mbarrier.arrive(staged.index(kv), count=1)
+            kv_count += 1
+        count += 1
+        flags = flags_ahead
+    warpgroup_mma_wait(0, deps=[s_next, dk, dv])
 
 
-@gluon.jit(do_not_specialize=["slots", "q_slots", "limit", "left", "right"])
+@gluon.jit(do_not_specialize=["slots", "items", "q_slots", "limit", "left", "right"])
 def _backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, stats_desc, dq_ptr, dk_ptr, dv_ptr, scratch_ptr, counters_ptr, records_ptr,
-    slots, q_slots, q_stride, scale, limit, left, right, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr,
+    q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, dq_ptr, scratch_ptr, counters_ptr, records_ptr,
+    slots, items, q_slots, q_stride, scale, limit, left, right, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HEAD_DIM: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr):
     dtype: gl.constexpr = q_desc.dtype
-    k_tile = gl.allocate_shared_memory(dtype, k_desc.block_type.shape, k_desc.layout)
-    v_tile = gl.allocate_shared_memory(dtype, v_desc.block_type.shape, v_desc.layout)
+    numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    k_ring = gl.allocate_shared_memory(dtype, [2, 1, 1, KEYS, HEAD_DIM], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(dtype, [2, 1, 1, KEYS, HEAD_DIM], v_desc.layout)
     q_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QUERIES, HEAD_DIM], q_desc.layout)
     do_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QUERIES, HEAD_DIM], do_desc.layout)
     stats_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 2, QUERIES], stats_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], dtype)
     ds_tile = gl.allocate_shared_memory(dtype, [KEYS, QUERIES], ds_layout)
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    notes = gl.allocate_shared_memory(gl.int32, [8 * STAGES, 1], numbers)
+    places = gl.allocate_shared_memory(gl.int32, [8, 1], numbers)
+    claims = gl.allocate_shared_memory(gl.int32, [2, 1], numbers)
+    orders = gl.allocate_shared_memory(gl.int32, [4, 1], numbers)
+    kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    staged = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     done = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(kv_full, count=1)
+    claimed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(do_full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     for i in gl.static_range(2):
+        mbarrier.init(kv_full.index(i), count=1)
+        mbarrier.init(staged.index(i), count=1)
         mbarrier.init(turn.index(i), count=1)
         mbarrier.init(done.index(i), count=1)
         mbarrier.init(told.index(i), count=1)
+        mbarrier.init(claimed.index(i), count=1)
+        mbarrier.init(taken.index(i), count=1)
     gl.warp_specialize([
-        (_consume, (q_desc, k_desc, v_desc, do_desc, stats_desc, dq_ptr, dk_ptr, dv_ptr, scratch_ptr, counters_ptr,
-                    records_ptr, k_tile, v_tile, q_ring, do_ring, stats_ring, ds_tile, kv_full, q_full, do_full, empty,
-                    turn, done, told, slots, q_slots, q_stride, scale, limit, left, right, GROUP, HAS_LEFT, HAS_RIGHT,
-                    HEAD_DIM, QUERIES, KEYS, STAGES)),
-        (_produce, (q_desc, k_desc, v_desc, do_desc, stats_desc, dq_ptr, dk_ptr, dv_ptr, scratch_ptr, counters_ptr,
-                    records_ptr, k_tile, v_tile, q_ring, do_ring, stats_ring, ds_tile, kv_full, q_full, do_full, empty,
-                    turn, done, told, slots, q_slots, q_stride, scale, limit, left, right, GROUP, HAS_LEFT, HAS_RIGHT,
-                    HEAD_DIM, QUERIES, KEYS, STAGES)),
-        (_await_turns, (q_desc, k_desc, v_desc, do_desc, stats_desc, dq_ptr, dk_ptr, dv_ptr, scratch_ptr, counters_ptr,
-                        records_ptr, k_tile, v_tile, q_ring, do_ring, stats_ring, ds_tile, kv_full, q_full, do_full,
-                        empty, turn, done, told, slots, q_slots, q_stride, scale, limit, left, right, GROUP, HAS_LEFT,
-                        HAS_RIGHT, HEAD_DIM, QUERIES, KEYS, STAGES)),
-        (_tell, (q_desc, k_desc, v_desc, do_desc, stats_desc, dq_ptr, dk_ptr, dv_ptr, scratch_ptr, counters_ptr,
-                 records_ptr, k_tile, v_tile, q_ring, do_ring, stats_ring, ds_tile, kv_full, q_full, do_full, empty,
-                 turn, done, told, slots, q_slots, q_stride, scale, limit, left, right, GROUP, HAS_LEFT, HAS_RIGHT,
-                 HEAD_DIM, QUERIES, KEYS, STAGES)),
+        (_consume, (q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, dq_ptr, scratch_ptr, counters_ptr, records_ptr,
+                   k_ring, v_ring, q_ring, do_ring, stats_ring, ds_tile, notes, places, claims, orders, kv_full, staged, q_full,
+                   do_full, empty, turn, done, told, claimed, taken, slots, items, q_slots, q_stride, scale, limit, left, right,
+                   GROUP, HAS_LEFT, HAS_RIGHT, HEAD_DIM, QUERIES, KEYS, STAGES)),
+        (_produce, (q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, dq_ptr, scratch_ptr, counters_ptr, records_ptr,
+                   k_ring, v_ring, q_ring, do_ring, stats_ring, ds_tile, notes, places, claims, orders, kv_full, staged, q_full,
+                   do_full, empty, turn, done, told, claimed, taken, slots, items, q_slots, q_stride, scale, limit, left, right,
+                   GROUP, HAS_LEFT, HAS_RIGHT, HEAD_DIM, QUERIES, KEYS, STAGES)),
+        (_await_turns, (q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, dq_ptr, scratch_ptr, counters_ptr, records_ptr,
+                       k_ring, v_ring, q_ring, do_ring, stats_ring, ds_tile, notes, places, claims, orders, kv_full, staged, q_full,
+                       do_full, empty, turn, done, told, claimed, taken, slots, items, q_slots, q_stride, scale, limit, left, right,
+                       GROUP, HAS_LEFT, HAS_RIGHT, HEAD_DIM, QUERIES, KEYS, STAGES)),
+        (_tell, (q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, dq_ptr, scratch_ptr, counters_ptr, records_ptr,
+                k_ring, v_ring, q_ring, do_ring, stats_ring, ds_tile, notes, places, claims, orders, kv_full, staged, q_full,
+                do_full, empty, turn, done, told, claimed, taken, slots, items, q_slots, q_stride, scale, limit, left, right,
+                GROUP, HAS_LEFT, HAS_RIGHT, HEAD_DIM, QUERIES, KEYS, STAGES)),
     ], [1, 1, 1], [24, 24, 24])
 
 
@@ -524,20 +658,22 @@ def backward(
     q_slots, slots = total // queries + batch + 1, total_kv // KEYS + batch + 1
     stats = torch.empty((heads * q_slots * 2, queries), dtype=torch.float32, device=q.device)
     scratch = torch.empty(heads * q_slots * queries * dim, dtype=torch.float32, device=q.device)
-    counters = torch.empty(heads * q_slots, dtype=torch.int32, device=q.device)
+    counters = torch.empty(heads * q_slots + 1, dtype=torch.int32, device=q.device)
     records = torch.empty(FIELDS * slots, dtype=torch.int32, device=q.device)
     key = None
     if aligned(q_offsets, kv_offsets, out, lse, *(() if dlse is None else (dlse,))):
         key = q.device, q.dtype, q_offsets.dtype, kv_offsets.dtype, heads
     launch(
         _prepare_kernel, (max(q_slots, slots), 1, 1), key and (key, dout.stride(0)),
-        (out, dout, lse, dlse, dq, stats, counters, records, q_offsets, kv_offsets, dout.stride(0), total, total_kv,
-         batch, batch.bit_length(), q_slots, slots), (dlse is not None, heads, dim, queries, KEYS))
+        (out, dout, lse, dlse, dq, dk, dv, stats, counters, records, q_offsets, kv_offsets, dout.stride(0), total,
+         total_kv, batch, batch.bit_length(), q_slots, slots, options.left, options.right),
+        (dlse is not None, options.left >= 0, options.right >= 0, heads, kv_heads, dim, queries, KEYS))
+    items = slots * kv_heads
     launch(
-        _backward_kernel, (slots * kv_heads, 1, 1), key,
+        _backward_kernel, (min(multiprocessors(q.device), items), 1, 1), key,
         (_ragged(q, queries), _ragged(k, KEYS), _ragged(v, KEYS), _ragged(dout, queries), _statistics(stats, queries),
-         dq, dk, dv, scratch, counters, records, slots, q_slots, heads * dim, options.scale,
-         multiprocessors(q.device) // 2, options.left, options.right),
+         _ragged(dk, KEYS), _ragged(dv, KEYS), dq, scratch, counters, records, slots, items, q_slots, heads * dim,
+         options.scale, multiprocessors(q.device) // 2, options.left, options.right),
         (heads // kv_heads, options.left >= 0, options.right >= 0, dim, queries, KEYS, STAGES[dim]), 8)
     return dq, dk, dv, q.new_empty(0)
 
