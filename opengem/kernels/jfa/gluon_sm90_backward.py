@@ -1,15 +1,17 @@
 """Jagged flash attention backward for Hopper in Gluon: five products a tile, one kernel, equal bits in every run.
 
-A thread block owns 128 rows of keys of one sample and head. A producer warp streams tiles of Q, dO and of the row
-statistics past them by TMA; eight warps form scores transposed, so that P and dS are left operands from registers for
-dv and dk. dS goes through shared memory once, for dq.
+An item is 128 rows of keys of one sample and head; blocks take items from a queue. A producer warp streams tiles of Q,
+dO and of the row statistics past them by TMA; eight warps form scores transposed, so that P and dS are left operands
+from registers for dv and dk. dS goes through shared memory once, for dq. dk and dv leave through the places of k and v.
 
 dq is summed in fp32 in a scratch buffer by several blocks, in turn: the blocks of a sample pass over its query tiles
 in staggered order, and each tile has a counter of the blocks that have added to it. One warp waits for the block's
 turn, another announces that the block is done. The first block of a tile stores, the next ones add, the last one adds
-and writes dq. The order depends on the shape of the sample alone, so the bits do not depend on timing.
+and writes dq. The order depends on the shape of the sample alone, so the bits do not depend on timing. The scratch
+buffer holds a tile in the order of the registers: every thread reads and writes 16 bytes at a time.
 
-The scratch buffer holds a tile in the order of the registers: every thread reads and writes 16 bytes at a time.
+No block waits for one that may never run: a queue taken in order, and turns that wait only for earlier items, or
+(full attention, at most half as many blocks a sample as multiprocessors) for blocks of one sample that all fit.
 """
 
 from __future__ import annotations
@@ -631,9 +633,12 @@ def backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     q_offsets: Tensor, kv_offsets: Tensor, bias: Tensor | None, max_q: int, max_kv: int, options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `reference.backward`, for what `takes` says; everything else goes to the portable kernels."""
+    """As `reference.backward`, for what `takes` says; everything else goes to the portable kernels.
+
+    So do few queries against many keys (`2 * max_q < max_kv`): more blocks would wait for their turn than work.
+    """
     dout = dout if dout.stride(2) == 1 and dout.stride(1) == dout.shape[2] else dout.contiguous()
-    if not (takes(q, k, v, bias) and takes(dout, k, v, bias)):
+    if 2 * max_q < max_kv or not (takes(q, k, v, bias) and takes(dout, k, v, bias)):
         return portable.backward(
             dout, dlse, q, k, v, out, lse, q_offsets, kv_offsets, bias, max_q, max_kv, options)
     total, heads, dim = q.shape
