@@ -147,7 +147,7 @@ def block_sweep(dim: int, rotation: bool | None, direction: str, copy: float) ->
     rows, offsets, tables = sum(lengths), starts(lengths), block_rope(dim, rotation, LONGEST)
     q, key, v = (normal(rows, HEADS, dim) for _ in range(3))
     cos, sin = (q.new_empty(0, 1, dtype=torch.float32),) * 2 if tables is None else tables[:2]
-    tail = (offsets, cos, sin, LONGEST, 64, dim**-0.5, bool(rotation))
+    tail = (offsets, cos, sin, LONGEST, 64, dim**-0.5, bool(rotation), False)
     grad = normal(rows, HEADS, dim)
     forward = direction == "forward"
     moved = block_cost.bytes(rows, HEADS, dim) if forward else block_cost.backward_bytes(rows, HEADS, dim)

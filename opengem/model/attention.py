@@ -62,6 +62,31 @@ def rotate(x: Tensor, history: Jagged, angles: Rotation) -> Tensor:
     return apply_rope(x, whole, angles.cos, angles.sin, max_length=x.shape[0])
 
 
+class SplitHeads(torch.autograd.Function):
+    """`x.chunk(parts, 1)` of `[T, H, D]`; the backward copies nothing where the gradients already lie side by side."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, parts: int) -> tuple[Tensor, ...]:
+        return x.chunk(parts, 1)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None]:
+        if torch.compiler.is_compiling() or not _side_by_side(grads):
+            return torch.cat(grads, 1), None
+        rows, heads, dim = grads[0].shape
+        return grads[0].as_strided((rows, len(grads) * heads, dim), grads[0].stride()), None
+
+
+def _side_by_side(parts: tuple[Tensor, ...]) -> bool:
+    """Whether the parts follow each other along the heads of one buffer."""
+    first, width = parts[0], parts[0].shape[1] * parts[0].shape[2]
+    return all(
+        part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and part.stride() == first.stride()
+        and part.shape == first.shape and part.storage_offset() == first.storage_offset() + i * width
+        for i, part in enumerate(parts)
+    )
+
+
 class SelfAttention(nn.Module):
     """Attention inside each history: in blocks of `window`, in a sliding window, or in full."""
 
@@ -73,17 +98,12 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x: Jagged, angles: Rotation | None) -> Jagged:
-        qkv = self.qkv(x.values).unflatten(1, (3 * self.heads, -1))
-        fused = self.kind == "block" and angles is not None and angles.by_position
-        if angles is None or fused:
-            q, k, v = qkv.chunk(3, 1)
-        else:
-            both, v = qkv.split([2 * self.heads, self.heads], 1)
-            q, k = rotate(both, x, angles).chunk(2, 1)
+        q, k, v = SplitHeads.apply(self.qkv(x.values).unflatten(1, (3 * self.heads, -1)), 3)
         if self.kind == "block":
-            rope = (angles.cos, angles.sin) if fused else None
-            out = block_attention(q, k, v, x.offsets, max_length=x.max_length, block=self.block, rope=rope)
+            rope = {} if angles is None else {"rope": (angles.cos, angles.sin), "rope_by_row": not angles.by_position}
+            out = block_attention(q, k, v, x.offsets, max_length=x.max_length, block=self.block, **rope)
         else:
+            q, k = (q, k) if angles is None else (rotate(part, x, angles) for part in (q, k))
             out = jagged_flash_attention(q, k, v, x.offsets, max_q=x.max_length, window=self.window)
         return x.with_values(self.out(out.flatten(1)))
 

@@ -9,7 +9,7 @@ import torch
 
 from opengem.jagged import Jagged
 from opengem.kernels.norm.op import layer_norm, rms_norm
-from opengem.model.attention import ContextAttention, SeedPooling, SelfAttention, SumKron, rotate, rotation
+from opengem.model.attention import ContextAttention, SeedPooling, SelfAttention, SplitHeads, SumKron, rotate, rotation
 from opengem.model.blocks import StreamLayer, StreamState, newest
 from tests.model.sample import SMALL
 
@@ -24,6 +24,17 @@ def history(lengths: list[int], dim: int = 16) -> Jagged:
 def same_weights(module, other):
     other.load_state_dict(module.state_dict())
     return other
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_gradients_of_split_heads_are_joined_and_not_copied_where_they_lie_side_by_side(joined):
+    x = torch.randn(5, 6, 4, requires_grad=True)
+    parts = SplitHeads.apply(x, 3)
+    wanted = torch.randn(5, 3, 2, 4)
+    grads = wanted.unbind(1) if joined else [part.clone() for part in wanted.unbind(1)]
+    (grad,) = torch.autograd.grad(parts, x, grads)
+    assert torch.equal(grad, wanted.flatten(1, 2))
+    assert (grad.data_ptr() == wanted.data_ptr()) == joined
 
 
 def test_block_attention_is_full_attention_of_each_block():

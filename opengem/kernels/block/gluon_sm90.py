@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from opengem.kernels.block import triton as portable
+from opengem.kernels.block.reference import side_by_side
 from opengem.kernels.launch import aligned, kind_of, launch
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -258,7 +259,7 @@ def _backward(g_desc, q_desc, k_desc, v_desc, grad_q, grad_k, grad_v, place, tur
         fence_async_shared()
         d1, d2 = _product(p_tile.permute((1, 0)), g, HALF, d_layout)
         p_tile._keep_alive()
-        stride = heads * (2 * HALF)
+        stride = heads * (6 * HALF)  # the gradients of q, k and v lie side by side
         base = first * stride + column
         _store_gradient(grad_v + base, stride, d1, d2, words, written, HALF, False, INTERLEAVED)
         d1, d2 = _product(ds_tile, k, HALF, d_layout)
@@ -286,11 +287,11 @@ def _descriptor(x: Tensor) -> TensorDescriptor:
 
 
 def _launch(kernel, inputs: list[Tensor], outputs: list[Tensor], offsets: Tensor, cos: Tensor, sin: Tensor,
-            max_length: int, scale: float, interleaved: bool, registers: int | None) -> None:
+            max_length: int, scale: float, interleaved: bool, by_row: bool, registers: int | None) -> None:
     rows, heads, dim = outputs[0].shape
     if not portable.any_tile(outputs, offsets):
         return
-    place, turns, rope = portable.prepare(rows, offsets, cos, sin, max_length, 64)
+    place, turns, rope = portable.prepare(rows, offsets, cos, sin, max_length, 64, by_row)
     inputs = [_one_by_one(x) for x in inputs]
     launch(kernel, (place.shape[0] * heads, 1, 1), kind_of(*inputs, place, turns, facts=(heads,)),
            (*map(_descriptor, inputs), *outputs, place, turns, turns.shape[0], heads, scale),
@@ -298,17 +299,18 @@ def _launch(kernel, inputs: list[Tensor], outputs: list[Tensor], offsets: Tensor
 
 
 def block_forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, cos: Tensor, sin: Tensor, max_length: int,
-                  block: int, scale: float, interleaved: bool) -> Tensor:
+                  block: int, scale: float, interleaved: bool, by_row: bool) -> Tensor:
     """See `reference.block_forward`."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _launch(_forward, [q, k, v], [out], offsets, cos, sin, max_length, scale, interleaved, None)
+    _launch(_forward, [q, k, v], [out], offsets, cos, sin, max_length, scale, interleaved, by_row, None)
     return out
 
 
 def block_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, cos: Tensor, sin: Tensor,
-                   max_length: int, block: int, scale: float, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
+                   max_length: int, block: int, scale: float, interleaved: bool,
+                   by_row: bool) -> tuple[Tensor, Tensor, Tensor]:
     """See `reference.block_backward`."""
-    outs = [torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3)]
-    _launch(_backward, [grad, q, k, v], outs, offsets, cos, sin, max_length, scale, interleaved,
+    outs = side_by_side(q, q.shape[0])
+    _launch(_backward, [grad, q, k, v], list(outs), offsets, cos, sin, max_length, scale, interleaved, by_row,
             REGISTERS[q.shape[2]])
-    return outs[0], outs[1], outs[2]
+    return outs

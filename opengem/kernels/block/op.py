@@ -19,22 +19,24 @@ from opengem.kernels.rope.op import check_rope
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *, max_length: int, block: int = 64,
-                    scale: float | None = None, rope: tuple | None = None) -> Tensor:
+                    scale: float | None = None, rope: tuple | None = None, rope_by_row: bool = False) -> Tensor:
     """`softmax(scale * q k^T) v` where row i of a sample sees row j of it if `i // block == j // block`.
 
     q, k, v: `[T, H, D]`, same shape and dtype; strided views of a fused buffer are fine. offsets: int32 or int64
     `[B + 1]`. max_length: host bound of the sample lengths. scale: default `D ** -0.5`.
     rope: None, or (cos, sin) or (cos, sin, interleaved) as `apply_rope` takes them: q and k are rotated inside the
     kernel, and their gradients rotated back, without touching memory. The GPU kernel reads cos and sin as fp16.
+    rope_by_row: cos and sin `[T, D / 2]` have a row for each row of q instead of one for each position in a sample, as
+    angles that depend on time need.
     Returns `[T, H, D]`, contiguous. Empty samples and an empty batch are ordinary. On a GPU, rows behind `offsets[-1]`
     give zero output and zero gradients; on a CPU they are an error.
     Raises ValueError naming the argument for wrong shapes, dtypes, devices or short tables.
     """
     _check(q, k, v, block)
     check_offsets("block_attention", offsets, q.shape[0], q.device, max_length)
-    cos, sin, interleaved = _tables(rope, q, offsets, max_length)
+    cos, sin, interleaved = _tables(rope, q, offsets, max_length, rope_by_row)
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
-    return _forward(q, k, v, offsets, cos, sin, max_length, block, scale, interleaved)
+    return _forward(q, k, v, offsets, cos, sin, max_length, block, scale, interleaved, rope_by_row)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, block: int) -> None:
@@ -48,14 +50,17 @@ def _check(q: Tensor, k: Tensor, v: Tensor, block: int) -> None:
         raise ValueError(f"block_attention: block must be at least 1, got {block}")
 
 
-def _tables(rope: tuple | None, q: Tensor, offsets: Tensor, max_length: int) -> tuple[Tensor, Tensor, bool]:
+def _tables(rope: tuple | None, q: Tensor, offsets: Tensor, max_length: int,
+            by_row: bool) -> tuple[Tensor, Tensor, bool]:
     if rope is None:
         none = q.new_empty((0, q.shape[2] // 2), dtype=torch.float32)
         return none, none, False
     if len(rope) not in (2, 3):
         raise ValueError(f"block_attention: rope must be (cos, sin) or (cos, sin, interleaved), got {len(rope)} items")
     cos, sin, interleaved = (*rope, False)[:3]
-    check_rope("block_attention", offsets, cos, sin, q.shape[2], max_length)
+    check_rope("block_attention", offsets, cos, sin, q.shape[2], None if by_row else max_length)
+    if by_row and cos.shape[0] != q.shape[0]:
+        raise ValueError(f"block_attention: rope_by_row needs {q.shape[0]} rows of cos and sin, got {cos.shape[0]}")
     return cos, sin, bool(interleaved)
 
 
@@ -73,14 +78,16 @@ def _implementation(q: Tensor, block: int):
 
 
 def _run_forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, cos: Tensor, sin: Tensor, max_length: int,
-                 block: int, scale: float, interleaved: bool) -> Tensor:
-    return _implementation(q, block).block_forward(q, k, v, offsets, cos, sin, max_length, block, scale, interleaved)
+                 block: int, scale: float, interleaved: bool, by_row: bool) -> Tensor:
+    run = _implementation(q, block).block_forward
+    return run(q, k, v, offsets, cos, sin, max_length, block, scale, interleaved, by_row)
 
 
 def _run_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, cos: Tensor, sin: Tensor,
-                  max_length: int, block: int, scale: float, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
+                  max_length: int, block: int, scale: float, interleaved: bool,
+                  by_row: bool) -> tuple[Tensor, Tensor, Tensor]:
     run = _implementation(q, block).block_backward
-    return run(grad, q, k, v, offsets, cos, sin, max_length, block, scale, interleaved)
+    return run(grad, q, k, v, offsets, cos, sin, max_length, block, scale, interleaved, by_row)
 
 
 def _fake_forward(q, *_):
@@ -88,7 +95,7 @@ def _fake_forward(q, *_):
 
 
 def _fake_backward(grad, q, k, v, *_):
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return reference.side_by_side(q, q.shape[0])
 
 
 def _save(ctx, inputs, output):
@@ -97,7 +104,7 @@ def _save(ctx, inputs, output):
 
 
 def _gradient(ctx, grad):
-    return *_backward(grad, *ctx.saved_tensors, *ctx.options), *[None] * 7
+    return *_backward(grad, *ctx.saved_tensors, *ctx.options), *[None] * 8
 
 
 _forward = define("block_fwd", _run_forward, _fake_forward, _save, _gradient)

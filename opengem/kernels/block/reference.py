@@ -57,8 +57,9 @@ class _Chunk:
         return torch.softmax(scores.masked_fill_(dead, -torch.inf), -1).masked_fill_(dead, 0)
 
 
-def _chunks(offsets: Tensor, rows: int, heads: int, max_length: int, block: int) -> Iterator[_Chunk]:
+def _chunks(offsets: Tensor, rows: int, heads: int, max_length: int, block: int, by_row: bool) -> Iterator[_Chunk]:
     first, live, position = tiles(offsets, rows, block)
+    position = first if by_row else position
     if offsets.device.type == "cpu":  # unused tiles can be dropped where reading them costs no sync
         used = live > 0
         first, live, position = first[used], live[used], position[used]
@@ -69,19 +70,24 @@ def _chunks(offsets: Tensor, rows: int, heads: int, max_length: int, block: int)
         yield _Chunk(first[part], live[part], position[part], width, rows)
 
 
+def side_by_side(q: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the gradients of q, k and v in one `[rows, 3, H, D]`: what split one buffer need not join them."""
+    return q.new_empty(rows, 3, *q.shape[1:]).unbind(1)
+
+
 def _empty(offsets: Tensor, rows: int, max_length: int) -> bool:
     return rows == 0 or offsets.shape[0] == 1 or max_length == 0
 
 
 def block_forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, cos: Tensor, sin: Tensor, max_length: int,
-                  block: int, scale: float, interleaved: bool) -> Tensor:
+                  block: int, scale: float, interleaved: bool, by_row: bool) -> Tensor:
     """`[T, H, D]`. `cos` and `sin` with no rows mean no rotation."""
     rows, heads, _ = q.shape
     out = q.new_zeros((rows + 1, *q.shape[1:]))
     if _empty(offsets, rows, max_length):
         return out[:rows]
     wide = torch.promote_types(q.dtype, torch.float32)
-    for chunk in _chunks(offsets, rows, heads, max_length, block):
+    for chunk in _chunks(offsets, rows, heads, max_length, block, by_row):
         tile_q, tile_k, tile_v = (chunk.gather(x, wide) for x in (q, k, v))
         if cos.shape[0]:
             angles = chunk.angles(cos, sin, wide)
@@ -91,14 +97,15 @@ def block_forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, cos: Tensor,
 
 
 def block_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, cos: Tensor, sin: Tensor,
-                   max_length: int, block: int, scale: float, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
+                   max_length: int, block: int, scale: float, interleaved: bool,
+                   by_row: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients for q, k and v; probabilities are computed again, a whole softmax row lies in one tile."""
     rows, heads, _ = q.shape
-    outs = [x.new_zeros((rows + 1, *x.shape[1:])) for x in (q, k, v)]
+    outs = [out.zero_() for out in side_by_side(q, rows + 1)]
     if _empty(offsets, rows, max_length):
         return outs[0][:rows], outs[1][:rows], outs[2][:rows]
     wide = torch.promote_types(q.dtype, torch.float32)
-    for chunk in _chunks(offsets, rows, heads, max_length, block):
+    for chunk in _chunks(offsets, rows, heads, max_length, block, by_row):
         tile_q, tile_k, tile_v, tile_grad = (chunk.gather(x, wide) for x in (q, k, v, grad))
         angles = chunk.angles(cos, sin, wide) if cos.shape[0] else None
         if angles:

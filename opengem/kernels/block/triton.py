@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from opengem.kernels.block.reference import side_by_side
 from opengem.kernels.launch import kind_of, launch
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -27,9 +28,10 @@ DEAD = tl.constexpr(-1e30)  # score of a key outside the sample; finite, so that
 
 
 @triton.jit(do_not_specialize=["rows", "batch", "tiles"])
-def _map(offsets, place, rows, batch, tiles, BLOCK: tl.constexpr, SLOTS: tl.constexpr):
+def _map(offsets, place, rows, batch, tiles, BLOCK: tl.constexpr, SLOTS: tl.constexpr, BY_ROW: tl.constexpr):
     """`place` int64 `[tiles, 2]`: first row; position << 16 | rows to write << 8 | live rows. A program takes a sample.
 
+    The position is where the angles of the first row stand: its place in the sample, or BY_ROW the row itself.
     The last sample also owns the rows behind the last offset: they are written (zeros) but not live.
     """
     sample = tl.program_id(0)
@@ -45,6 +47,8 @@ def _map(offsets, place, rows, batch, tiles, BLOCK: tl.constexpr, SLOTS: tl.cons
         first = begin + position
         live = tl.minimum(tl.maximum(end - first, 0), BLOCK)
         written = tl.minimum(tl.maximum(limit - first, 0), BLOCK)
+        if BY_ROW:
+            position = first
         target = place + 2 * (tile + slot)
         tl.store(target, first, mask=slot < count)
         tl.store(target + 1, position << 16 | written << 8 | live, mask=slot < count)
@@ -230,23 +234,24 @@ def any_tile(outputs: list[Tensor], offsets: Tensor) -> bool:
     return False
 
 
-def prepare(rows: int, offsets: Tensor, cos: Tensor, sin: Tensor, max_length: int,
-            block: int) -> tuple[Tensor, Tensor, bool]:
+def prepare(rows: int, offsets: Tensor, cos: Tensor, sin: Tensor, max_length: int, block: int,
+            by_row: bool) -> tuple[Tensor, Tensor, bool]:
     """(map of tiles, table of turns, whether there is a rotation)."""
     rope, batch = cos.shape[0] > 0, offsets.shape[0] - 1
-    turns = _turns(cos, sin, min(cos.shape[0], max(1, max_length))) if rope else offsets.new_empty(0, dtype=torch.int32)
+    needed = cos.shape[0] if by_row else min(cos.shape[0], max(1, max_length))
+    turns = _turns(cos, sin, needed) if rope else offsets.new_empty(0, dtype=torch.int32)
     tiles = rows // block + batch
     place = torch.empty((tiles, 2), dtype=torch.int64, device=offsets.device)
-    launch(_map, (batch, 1, 1), kind_of(offsets), (offsets, place, rows, batch, tiles), (block, 32), warps=1)
+    launch(_map, (batch, 1, 1), kind_of(offsets), (offsets, place, rows, batch, tiles), (block, 32, by_row), warps=1)
     return place, turns, rope
 
 
 def _launch(kernel, direction: str, inputs: list[Tensor], outputs: list[Tensor], offsets: Tensor, cos: Tensor,
-            sin: Tensor, max_length: int, block: int, scale: float, interleaved: bool) -> None:
+            sin: Tensor, max_length: int, block: int, scale: float, interleaved: bool, by_row: bool) -> None:
     rows, heads, dim = outputs[0].shape
     if not any_tile(outputs, offsets):
         return
-    place, turns, rope = prepare(rows, offsets, cos, sin, max_length, block)
+    place, turns, rope = prepare(rows, offsets, cos, sin, max_length, block, by_row)
     inputs = [_plain_rows(x) for x in inputs]
     strides = [n for x in (*inputs, outputs[0]) for n in x.stride()[:2]]
     launch(kernel, (place.shape[0] * heads, 1, 1), kind_of(*inputs, facts=(heads, *strides)),
@@ -255,16 +260,18 @@ def _launch(kernel, direction: str, inputs: list[Tensor], outputs: list[Tensor],
 
 
 def block_forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, cos: Tensor, sin: Tensor, max_length: int,
-                  block: int, scale: float, interleaved: bool) -> Tensor:
+                  block: int, scale: float, interleaved: bool, by_row: bool) -> Tensor:
     """See `reference.block_forward`."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _launch(_forward, "forward", [q, k, v], [out], offsets, cos, sin, max_length, block, scale, interleaved)
+    _launch(_forward, "forward", [q, k, v], [out], offsets, cos, sin, max_length, block, scale, interleaved, by_row)
     return out
 
 
 def block_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, cos: Tensor, sin: Tensor,
-                   max_length: int, block: int, scale: float, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
+                   max_length: int, block: int, scale: float, interleaved: bool,
+                   by_row: bool) -> tuple[Tensor, Tensor, Tensor]:
     """See `reference.block_backward`."""
-    outs = [torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3)]
-    _launch(_backward, "backward", [grad, q, k, v], outs, offsets, cos, sin, max_length, block, scale, interleaved)
-    return outs[0], outs[1], outs[2]
+    outs = side_by_side(q, q.shape[0])
+    _launch(_backward, "backward", [grad, q, k, v], list(outs), offsets, cos, sin, max_length, block, scale,
+            interleaved, by_row)
+    return outs

@@ -82,6 +82,22 @@ def test_fused_rope_equals_the_pair():
     torch.testing.assert_close(fused, block_attention(*pair, v, offsets(lengths), max_length=100))
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_angles_by_row_are_those_of_its_position_where_tables_say_so(interleaved):
+    lengths = [100, 0, 3]
+    leaves = [x.detach().requires_grad_() for x in fused_views(103, 2, 16)]
+    cos, sin = rope_tables(500, 16)
+    position = torch.cat([torch.arange(n) for n in lengths])
+
+    def run(*rope, **options):
+        out = block_attention(*leaves, offsets(lengths), max_length=100, rope=rope, **options)
+        return out, *torch.autograd.grad(out.square().sum(), leaves)
+
+    by_row = run(cos[position], sin[position], interleaved, rope_by_row=True)
+    for got, wanted in zip(by_row, run(cos, sin, interleaved), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
 def test_a_sample_never_sees_its_batch_mates_or_other_blocks():
     q, k, v = fused_views(140, 1, 8)
     whole = block_attention(q, k, v, offsets([70, 70]), max_length=128)
@@ -115,7 +131,7 @@ def test_chunks_of_tiles_do_not_change_the_result(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "break_it", ["rank", "heads", "dtype", "block", "offsets", "length", "short", "tables", "fp16"])
+    "break_it", ["rank", "heads", "dtype", "block", "offsets", "length", "short", "tables", "rows", "fp16"])
 def test_errors_name_the_argument(break_it):
     q, k, v = fused_views(6, 2, 8)
     cos, sin = rope_tables(6, 8)
@@ -129,6 +145,7 @@ def test_errors_name_the_argument(break_it):
         "length": ({"max_length": 5}, "more than max_length 5"),
         "short": ({"rope": (cos[:5], sin[:5])}, "5 positions, the longest sample may have 6"),
         "tables": ({"rope": (cos[:, :2], sin[:, :2])}, "D = 8"),
+        "rows": ({"rope": rope_tables(7, 8), "rope_by_row": True}, "needs 6 rows"),
         "fp16": ({"rope": (cos.half(), sin.half())}, "must be float32"),
     }[break_it]
     with pytest.raises(ValueError, match=message):
@@ -138,7 +155,7 @@ def test_errors_name_the_argument(break_it):
 def test_opcheck_compile_and_flop_count():
     q, k, v = (x.detach().clone().requires_grad_() for x in fused_views(70, 2, 8))
     cos, sin = rope_tables(70, 8)
-    raw = (q, k, v, offsets([66, 4]), cos, sin, 70, 64, 0.5, False)
+    raw = (q, k, v, offsets([66, 4]), cos, sin, 70, 64, 0.5, False, False)
     torch.library.opcheck(torch.ops.opengem.block_fwd, raw)
 
     def run(*qkv):

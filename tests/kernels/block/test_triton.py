@@ -25,12 +25,12 @@ def tables(rotation, dim, positions=800):
     return (*(exact if GPU else (x.half().float() for x in exact)), rotation)
 
 
-def run(kind, views, lengths, seed, rope, max_length=None):
+def run(kind, views, lengths, seed, rope, max_length=None, by_row=False):
     """(output, gradients) of one implementation on strided views."""
     leaves = [x.detach().requires_grad_() for x in views]
     with backend.force(kind):
         out = block_attention(*leaves, offsets(lengths, DEVICE), max_length=max_length or max(lengths, default=0),
-                              rope=rope)
+                              rope=rope, rope_by_row=by_row)
         return [out, *torch.autograd.grad(out, leaves, seed)]
 
 
@@ -69,6 +69,20 @@ def test_matches_the_reference(name, dim, rotation, dtype, poisoned_empty):
     for kind in KINDS:
         for triple in zip(run(kind, views, lengths, seed, rope), exact, plain, strict=True):
             close_to(*triple)
+
+
+@needs_kernels
+@pytest.mark.parametrize("rotation", [False, True])
+def test_angles_by_row_are_those_of_its_position_where_tables_say_so(rotation):
+    lengths = [100, 0, 64, 3] if GPU else [66, 0, 3]
+    views = fused_views(sum(lengths), 2 if GPU else 1, 64, DEVICE, DTYPES[0])
+    cos, sin, _ = rope = tables(rotation, 64)
+    position = torch.cat([torch.arange(n, device=DEVICE) for n in lengths])
+    seed = torch.randn(views[0].shape, device=DEVICE).to(DTYPES[0])
+    for kind in KINDS:
+        by_row = run(kind, views, lengths, seed, (cos[position], sin[position], rotation), by_row=True)
+        for got, wanted in zip(by_row, run(kind, views, lengths, seed, rope), strict=True):
+            assert torch.equal(got, wanted)
 
 
 @pytest.mark.gpu
