@@ -61,3 +61,18 @@ def found():
 @pytest.mark.parametrize("case", CASES)
 def test_compiles_for_the_gpu(case, found):
     assert_on_tensor_cores(found[case], CASES[case][-1])
+
+
+def test_a_descriptor_is_what_triton_would_build():
+    import torch
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from opengem.kernels.jfa.gluon_sm90 import ragged
+
+    buffer = torch.zeros(77, 12, 64, dtype=torch.bfloat16)
+    for x in (buffer, buffer[:, 4:8], torch.zeros(9, 12, 64, dtype=torch.float16)):
+        box = ragged(x, 128)
+        built = TensorDescriptor(x, box.shape, box.strides, box.block_shape, box.layout)
+        assert box.base is x and type(box) is TensorDescriptor and vars(box) == vars(built)
+        assert box.strides == [2**34 - x.stride(0), x.stride(0), x.stride(0), 1]
+        assert box.shape[-1] == (x.shape[1] - 1) * x.stride(1) + 64
