@@ -302,7 +302,7 @@ def _consume(
         head = get(numbers, 8 * (q_count % ITEMS), 4)
 
 
-@gluon.jit(do_not_specialize=["slots", "total_q", "left", "right"])
+@gluon.jit(do_not_specialize=["slots", "heads", "total_q", "left", "right"])
 def _forward_kernel(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, records_ptr, slots, heads, total_q, scale2, left, right,
     GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr,

@@ -61,3 +61,29 @@ def found():
 @pytest.mark.parametrize("case", CASES)
 def test_compiles_for_the_gpu(case, found):
     assert_on_tensor_cores(found[case], CASES[case][-1])
+
+
+def test_a_descriptor_is_what_triton_would_build():
+    import torch
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from opengem.kernels.jfa.gluon_sm90 import ragged
+
+    buffer = torch.zeros(77, 12, 64, dtype=torch.bfloat16)
+    for x in (buffer, buffer[:, 4:8], torch.zeros(9, 12, 64, dtype=torch.float16)):
+        box = ragged(x, 128)
+        built = TensorDescriptor(x, box.shape, box.strides, box.block_shape, box.layout)
+        assert box.base is x and type(box) is TensorDescriptor and vars(box) == vars(built)
+        assert box.strides == [2**34 - x.stride(0), x.stride(0), x.stride(0), 1]
+        assert box.shape[-1] == (x.shape[1] - 1) * x.stride(1) + 64
+
+
+def test_kernels_are_not_specialised_on_numbers_that_the_key_of_a_launch_lacks():
+    """A quick launch reuses a kernel for other head and row counts: 1 or a multiple of 16 must be no constant in it."""
+    from opengem.kernels.jfa import gluon_sm90, gluon_sm90_backward
+
+    known = {"scale", "scale2", "q_stride", "dout_stride"}  # floats, and strides that are in the key
+    for kernel in (gluon_sm90._schedule_kernel, gluon_sm90._forward_kernel, gluon_sm90_backward._prepare_kernel,
+                   gluon_sm90_backward._backward_kernel):
+        numbers = [p for p in kernel.params if not p.is_constexpr and not p.name.endswith(("_ptr", "_desc"))]
+        assert {p.name for p in numbers if not p.do_not_specialize} <= known, kernel

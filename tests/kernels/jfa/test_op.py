@@ -243,7 +243,7 @@ def test_65536_samples_of_one_row():
 
 @pytest.mark.parametrize(("capability", "facts", "wanted"), [
     ((9, 0), {}, "gluon"), ((9, 0), {"bias": "pair"}, "triton"), ((9, 0), {"head_dim": 96}, "triton"),
-    ((9, 0), {"step": "backward"}, "triton"), ((9, 0), {"step": "backward", "head_dim": 64}, "gluon"),
+    ((9, 0), {"step": "backward"}, "gluon"), ((9, 0), {"step": "backward", "bias": "relative"}, "triton"),
     ((10, 0), {}, "triton"), ((9, 0), {"dtype": torch.float32}, "reference"),
     ((8, 0), {}, "reference"),
 ])
