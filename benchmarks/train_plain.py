@@ -34,10 +34,11 @@ def _pad(x: Tensor, offsets: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *, max_length: int, block: int,
-                    rope: tuple[Tensor, Tensor] | None = None) -> Tensor:
+                    rope: tuple[Tensor, Tensor] | None = None, rope_by_row: bool = False) -> Tensor:
     """Every block is a sample of flash attention; blocks a short history does not have are empty samples."""
     if rope is not None:
-        q, k = (apply_rope(x, offsets, *rope) for x in (q, k))
+        samples = offsets[[0, -1]] if rope_by_row else offsets
+        q, k = (apply_rope(x, samples, *rope) for x in (q, k))
     starts = offsets[:-1, None] + torch.arange(0, max_length, block, device=q.device)
     edges = torch.cat([torch.minimum(starts, offsets[1:, None]).flatten(), offsets[-1:]])
     return jagged_flash_attention(q, k, v, edges, max_q=min(block, max_length))
