@@ -10,7 +10,7 @@ def recipe() -> Config:
     return Config(
         name="small",
         data=DataConfig(batch_size=2048, eval_batch_size=2048, shuffle_rows=65_536),
-        sparse=SparseConfig(dim=64, lr=0.2),
+        sparse=SparseConfig(dim=64, lr=0.15),
         model=ModelConfig(
             dim=256, heads=4, layers=4, schedule="GS", num_feature_tokens=64, num_summary=32, num_kv=64, seeds=64,
             counting_heads=1, pooled_tokens=16, recent_tokens=2, sumkron_rank=4, experts=2, fm_tokens=16,
