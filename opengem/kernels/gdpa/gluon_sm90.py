@@ -161,7 +161,7 @@ def consume(
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(slot), count=1)
             q_loads += 1
-        kv_base += tiles
+        kv_base += gl.where(q_left > 0, tiles, 0)
 
 
 @gluon.jit

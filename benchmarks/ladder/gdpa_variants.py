@@ -1,0 +1,188 @@
+"""Variants of the Hopper GDPA kernels: right (one process each), then timed side by side in one process.
+
+    python -m benchmarks.ladder.gdpa_variants check VARIANT --out FILE.jsonl
+    python -m benchmarks.ladder.gdpa_variants time --out FILE.jsonl [--plan forward|backward] [--of VARIANT,...]
+    python -m benchmarks.ladder.gdpa_variants pipes --out FILE.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+# name -> (settings of launch.py, activation put in place of the asked one)
+FORWARD = {
+    "old": ({"OLD": True}, None),
+    "flat128": ({"LONG": (128, 2, False), "SHORT": (128, 2, False)}, None),
+    "flat128q": ({"LONG": (128, 2, True), "SHORT": (128, 2, True)}, None),
+    "flat64": ({"LONG": (64, 4, False), "SHORT": (64, 4, False)}, None),
+    "flat64q": ({"LONG": (64, 4, True), "SHORT": (64, 4, True)}, None),
+    "flat128_identity": ({"LONG": (128, 2, False), "SHORT": (128, 2, False)}, "none"),
+    "flat64q_identity": ({"LONG": (64, 4, True), "SHORT": (64, 4, True)}, "none"),
+    "old_identity": ({"OLD": True}, "identity"),
+    "flat128_poly": ({"LONG": (128, 2, False), "SHORT": (128, 2, False), "FOLDED": ()}, "gelu_poly"),
+    "flat128_unfolded": ({"LONG": (128, 2, False), "SHORT": (128, 2, False), "FOLDED": ()}, None),
+}
+BACKWARD = {
+    "split": ({"FUSED_KEYS": 0}, None),
+    "fused": ({"FUSED_KEYS": 1 << 30}, None),
+    "fused_unfolded": ({"FUSED_KEYS": 1 << 30, "FOLDED": ()}, None),
+    "fused_identity": ({"FUSED_KEYS": 1 << 30}, "none"),
+    "fused_poly": ({"FUSED_KEYS": 1 << 30, "FOLDED": ()}, "gelu_poly"),
+}
+CASES = {
+    "forward": ("gdpa_self2048_fill1", "gdpa_self2048_fill.5", "gdpa_self1024_fill.5", "gdpa_self512_fill.5",
+                "gdpa_self256_fill.5", "gdpa_cross256x256_fill.5", "gdpa_cross512x256_fill.5",
+                "gdpa_cross1024x256_fill.5", "gdpa_cross2048x256_fill.5"),
+}
+CASES["backward"] = CASES["forward"]
+
+
+def emit(out: str, row: dict) -> None:
+    print(json.dumps(row)[:240], flush=True)
+    with open(out, "a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def apply(settings: dict, activation: str | None) -> None:
+    from opengem.kernels.gdpa import launch
+
+    if not hasattr(launch, "plain"):
+        launch.plain = launch.launch
+        launch.first = {name: getattr(launch, name) for name in ("OLD", "LONG", "SHORT", "FUSED_KEYS", "FOLDED")}
+    for name, value in (launch.first | settings).items():
+        setattr(launch, name, value)
+
+    def replaced(kernel, grid, key, arguments, constants, *rest):
+        if activation and constants and isinstance(constants[0], str):
+            constants = (activation, *constants[1:])
+        return launch.plain(kernel, grid, key, arguments, constants, *rest)
+
+    launch.launch = replaced
+
+
+def check(name: str, out: str) -> int:
+    from benchmarks.ladder.gdpa_check import check_all, first_checks
+    from opengem.kernels import backend
+
+    settings, activation = (FORWARD | BACKWARD)[name]
+    apply(settings, activation)
+    if activation in ("none", "identity"):
+        checks = []
+    elif activation:
+        checks = [("poly", [3, 66, 200], [300, 70, 129], 128, 0, activation)]
+    else:
+        checks = [c for c in first_checks() if len(c) < 5 or not c[4]]
+    with backend.force("gluon"):
+        good = check_all(name, out, checks)
+    emit(out, {"variant": name, "good": good, "checks": len(checks)})
+    return 0 if good else 1
+
+
+def times(plan: str, names: list[str], out: str) -> None:
+    import torch
+
+    from benchmarks import run
+    from benchmarks.kernels.gdpa import cases
+    from opengem.kernels import backend
+
+    run.WARMUP_S, run.TARGET_S = 0.06, 0.12
+    device = torch.device("cuda")
+    table = FORWARD if plan == "forward" else BACKWARD
+    emit(out, run.ceilings(device))
+    with backend.force("gluon"):
+        for case in [c for c in cases() if c.name in CASES[plan]]:
+            inputs = case.make(device, 0)
+            leaves = [x for x in inputs if x.requires_grad]
+            for name in names:
+                apply(*table[name])
+                try:
+                    result = case.ours(*inputs)
+                    if plan == "forward":
+                        with torch.no_grad():
+                            ms, spread = run.timed(lambda: case.ours(*inputs))  # noqa: B023
+                        flops, moved = case.fwd_flops, case.fwd_bytes
+                    else:
+                        grad = torch.randn_like(result)
+                        ms, spread = run.timed(
+                            lambda: torch.autograd.grad(result, leaves, grad, retain_graph=True))  # noqa: B023
+                        flops, moved = case.bwd_flops, case.bwd_bytes
+                    emit(out, {"variant": name, "plan": plan, "case": case.name, "ms": ms, "spread": spread,
+                               "tflops": flops / ms / 1e9, "gbs": moved / ms / 1e6})
+                except Exception as problem:  # noqa: BLE001
+                    emit(out, {"variant": name, "case": case.name, "error": str(problem)[:300]})
+            del inputs, leaves
+            torch.cuda.empty_cache()
+
+
+def pipes(out: str) -> None:
+    """Results a multiprocessor and clock of instructions that an activation is made of, taking fma as 128."""
+    import torch
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def spin(x_ptr, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, ROUNDS: tl.constexpr):
+        at = tl.arange(0, 2048)
+        x = tl.load(x_ptr + at)
+        for _ in range(ROUNDS):
+            x = tl.inline_asm_elementwise(ASM, CONSTRAINTS, [x], dtype=tl.float32, is_pure=True, pack=1)
+        tl.store(x_ptr + at, x)
+
+    kinds = {
+        "fma": "fma.rn.f32 $0, $1, $1, $1;", "ex2": "ex2.approx.ftz.f32 $0, $1;", "rcp": "rcp.approx.ftz.f32 $0, $1;",
+        "tanh": "tanh.approx.f32 $0, $1;", "tanh_f16x2": "tanh.approx.f16x2 $0, $1;",
+        "tanh_bf16x2": "tanh.approx.bf16x2 $0, $1;", "tanh_f16": "{.reg .b16 a,b; mov.b32 {a,b}, $1; tanh.approx.f16 a, a; mov.b32 $0, {a,b};}",
+        "min": "min.f32 $0, $1, 0f3F000000;", "mul": "mul.f32 $0, $1, 0f3F7FFFFF;",
+        "fma_bf16x2": "fma.rn.bf16x2 $0, $1, $1, $1;", "cvt_bf16x2": "cvt.rn.bf16x2.f32 $0, $1, $1;",
+    }
+    x = torch.rand(2048, device="cuda")
+    rates = {}
+    for name, asm in kinds.items():
+        packed = name.endswith("x2") or name == "tanh_f16"
+        constraints = "=r,f" if name == "cvt_bf16x2" else "=r,r" if packed else "=f,f"
+        try:
+            def go():
+                spin[(132 * 4,)](x, asm, constraints, 2000, num_warps=4)
+            go()
+            torch.cuda.synchronize()
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            for _ in range(3):
+                go()
+            end.record()
+            torch.cuda.synchronize()
+            rates[name] = begin.elapsed_time(end) / 3
+        except Exception as problem:  # noqa: BLE001
+            emit(out, {"pipe": name, "error": str(problem)[-300:]})
+    for name, ms in rates.items():
+        emit(out, {"pipe": name, "ms": ms, "instructions_a_clock": 128 * rates["fma"] / ms})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("work", choices=["check", "time", "pipes"])
+    parser.add_argument("variant", nargs="?")
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--plan", default="forward")
+    parser.add_argument("--of", default="")
+    options = parser.parse_args()
+    start = time.time()
+    code = 0
+    if options.work == "check":
+        code = check(options.variant, options.out)
+    elif options.work == "pipes":
+        pipes(options.out)
+    else:
+        times(options.plan, options.of.split(","), options.out)
+    print(f"{options.work} {options.variant or options.plan}: {time.time() - start:.0f} s")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
