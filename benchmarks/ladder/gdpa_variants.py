@@ -17,23 +17,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 # name -> (settings of launch.py, activation put in place of the asked one)
 FORWARD = {
-    "old": ({"OLD": True}, None),
-    "flat128": ({"LONG": (128, 2, False), "SHORT": (128, 2, False)}, None),
-    "flat128q": ({"LONG": (128, 2, True), "SHORT": (128, 2, True)}, None),
-    "flat64": ({"LONG": (64, 4, False), "SHORT": (64, 4, False)}, None),
-    "flat64q": ({"LONG": (64, 4, True), "SHORT": (64, 4, True)}, None),
-    "flat128_identity": ({"LONG": (128, 2, False), "SHORT": (128, 2, False)}, "none"),
-    "flat64q_identity": ({"LONG": (64, 4, True), "SHORT": (64, 4, True)}, "none"),
-    "old_identity": ({"OLD": True}, "identity"),
-    "flat128_poly": ({"LONG": (128, 2, False), "SHORT": (128, 2, False), "FOLDED": ()}, "gelu_poly"),
-    "flat128_unfolded": ({"LONG": (128, 2, False), "SHORT": (128, 2, False), "FOLDED": ()}, None),
+    "old": ({"OLD": True, "FUSED_KEYS": 0}, None),
+    "flat128": ({"FUSED_KEYS": 0, "LONG": (128, 2, False), "SHORT": (128, 2, False)}, None),
+    "flat128q": ({"FUSED_KEYS": 0, "LONG": (128, 2, True), "SHORT": (128, 2, True)}, None),
+    "flat64": ({"FUSED_KEYS": 0, "LONG": (64, 4, False), "SHORT": (64, 4, False)}, None),
+    "flat64q": ({"FUSED_KEYS": 0, "LONG": (64, 4, True), "SHORT": (64, 4, True)}, None),
+    "flat128_identity": ({"FUSED_KEYS": 0, "LONG": (128, 2, False), "SHORT": (128, 2, False)}, "none"),
+    "flat64q_identity": ({"FUSED_KEYS": 0, "LONG": (64, 4, True), "SHORT": (64, 4, True)}, "none"),
+    "old_identity": ({"OLD": True, "FUSED_KEYS": 0}, "identity"),
+    "flat128_poly": ({"FUSED_KEYS": 0, "LONG": (128, 2, False), "SHORT": (128, 2, False), "FOLDED": ()}, "gelu_poly"),
+    "flat128_unfolded": ({"FUSED_KEYS": 0, "LONG": (128, 2, False), "SHORT": (128, 2, False), "FOLDED": ()}, None),
 }
 BACKWARD = {
-    "split": ({"FUSED_KEYS": 0}, None),
-    "fused": ({"FUSED_KEYS": 1 << 30}, None),
-    "fused_unfolded": ({"FUSED_KEYS": 1 << 30, "FOLDED": ()}, None),
-    "fused_identity": ({"FUSED_KEYS": 1 << 30}, "none"),
-    "fused_poly": ({"FUSED_KEYS": 1 << 30, "FOLDED": ()}, "gelu_poly"),
+    "split": ({"OLD": True, "FUSED_KEYS": 0}, None),
+    "fused": ({"OLD": True, "FUSED_KEYS": 1 << 30}, None),
+    "fused_unfolded": ({"OLD": True, "FUSED_KEYS": 1 << 30, "FOLDED": ()}, None),
+    "fused_identity": ({"OLD": True, "FUSED_KEYS": 1 << 30}, "none"),
+    "fused_no_sum": ({"OLD": True, "FUSED_KEYS": 1 << 30, "DROP": 1}, None),
+    "fused_no_dq": ({"OLD": True, "FUSED_KEYS": 1 << 30, "DROP": 2}, None),
+    "fused_poly": ({"OLD": True, "FUSED_KEYS": 1 << 30, "FOLDED": ()}, "gelu_poly"),
 }
 CASES = {
     "forward": ("gdpa_self2048_fill1", "gdpa_self2048_fill.5", "gdpa_self1024_fill.5", "gdpa_self512_fill.5",
@@ -54,7 +56,7 @@ def apply(settings: dict, activation: str | None) -> None:
 
     if not hasattr(launch, "plain"):
         launch.plain = launch.launch
-        launch.first = {name: getattr(launch, name) for name in ("OLD", "LONG", "SHORT", "FUSED_KEYS", "FOLDED")}
+        launch.first = {name: getattr(launch, name) for name in ("OLD", "LONG", "SHORT", "FUSED_KEYS", "FOLDED", "DROP")}
     for name, value in (launch.first | settings).items():
         setattr(launch, name, value)
 

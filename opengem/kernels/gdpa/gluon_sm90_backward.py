@@ -86,7 +86,8 @@ def produce_fused(
 def consume_fused(
     dq, scratch, dk_desc, dv_desc, schedule, count, H, scale, q_ring, g_ring, k_ring, v_ring, ds_ring, q_full, q_empty,
     g_full, g_empty, kv_full, kv_empty, ds_full, ds_empty, HALF: gl.constexpr, Q_STAGES: gl.constexpr,
-    G_STAGES: gl.constexpr, KV_STAGES: gl.constexpr, D: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr):
+    G_STAGES: gl.constexpr, KV_STAGES: gl.constexpr, D: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr,
+    DROP: gl.constexpr):
     dtype: gl.constexpr = q_ring.dtype
     PANEL: gl.constexpr = D // 2  # columns of dq that this warpgroup makes: one swizzled panel of a tile
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
@@ -155,19 +156,20 @@ def consume_fused(
                     use_acc=False, is_async=True)
                 mbarrier.wait(ds_full, tiles & 1)
                 grown = gl.zeros([ROWS, PANEL], gl.float32, s_layout)
-                grown = warpgroup_mma(ds_ring.index(0).permute((1, 0)), k_low, grown, use_acc=False, is_async=True)
-                grown = warpgroup_mma(ds_ring.index(1).permute((1, 0)), k_high, grown, is_async=True)
+                if DROP < 2:
+                    grown = warpgroup_mma(ds_ring.index(0).permute((1, 0)), k_low, grown, use_acc=False, is_async=True)
+                    grown = warpgroup_mma(ds_ring.index(1).permute((1, 0)), k_high, grown, is_async=True)
                 s, grown, dk, ds = warpgroup_mma_wait(0, deps=[s, grown, dk, ds])
                 mbarrier.arrive(ds_empty, count=1)
                 mbarrier.arrive(q_empty.index(q_slot), count=1)
                 mbarrier.arrive(g_empty.index(g_slot), count=1)
                 share = scratch + first * D + cells
-                if start > 0:
+                if (start > 0) & (DROP == 0):
                     grown += gl.load(share)
-                if final:
+                if final & (DROP < 2):
                     gl.store(out + first * H * D + cell_row * (H * D) + cell_column, (grown * factor).to(dtype),
                              mask=cell_row < left - first)
-                else:
+                elif DROP == 0:
                     gl.store(share, grown)
                 tiles += 1
             # Nobody else reads these rows of V; those of K once the other warpgroup has made its half of dq.
@@ -190,7 +192,8 @@ def consume_fused(
 def fused(
     q_desc, g_desc, k_desc, v_desc, dk_desc, dv_desc, dq, dk, dv, scratch, q_offsets, kv_offsets, schedule, batch,
     list_start, q_elements, kv_elements, scratch_rows, scale, H, q_head, g_head, k_head, v_head,
-    ACT: gl.constexpr, D: gl.constexpr, Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr, FOLD: gl.constexpr):
+    ACT: gl.constexpr, D: gl.constexpr, Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr, FOLD: gl.constexpr,
+    DROP: gl.constexpr):
     """dq [Tq, H, D], dk and dv [Tkv, H, D] contiguous; scratch fp32 [blocks, scratch_rows, D]. One block an SM."""
     KV_STAGES: gl.constexpr = 2  # the next keys are multiplied before the sums of these have left
     _zero_rows(dq, gl.load(q_offsets + batch).to(gl.int64) * H * D, q_elements, 1024)
@@ -228,10 +231,10 @@ def fused(
     gl.warp_specialize([
         (consume_fused, (dq, mine, dk_desc, dv_desc, items, count, H, scale, q_ring, g_ring, k_ring, v_ring, ds_ring,
                          q_full, q_empty, g_full, g_empty, kv_full, kv_empty, ds_full, ds_empty, 0, Q_STAGES,
-                         G_STAGES, KV_STAGES, D, ACT, FOLD)),
+                         G_STAGES, KV_STAGES, D, ACT, FOLD, DROP)),
         (consume_fused, (dq, mine, dk_desc, dv_desc, items, count, H, scale, q_ring, g_ring, k_ring, v_ring, ds_ring,
                          q_full, q_empty, g_full, g_empty, kv_full, kv_empty, ds_full, ds_empty, 1, Q_STAGES,
-                         G_STAGES, KV_STAGES, D, ACT, FOLD)),
+                         G_STAGES, KV_STAGES, D, ACT, FOLD, DROP)),
         (produce_fused, (q_desc, g_desc, k_desc, v_desc, items, count, H, q_head, g_head, k_head, v_head, q_ring,
                          g_ring, k_ring, v_ring, q_full, q_empty, g_full, g_empty, kv_full, kv_empty, Q_STAGES,
                          G_STAGES, KV_STAGES)),

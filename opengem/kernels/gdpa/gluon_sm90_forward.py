@@ -198,6 +198,7 @@ def consume(
         if last:
             # The queries were read for the last time: their place takes the output on its way out.
             out = q_ring.index(slot)
+            gl.thread_barrier()
             out._reinterpret(dtype, [ROWS, D], q_layout).store((acc * factor).to(dtype))
             fence_async_shared()
             gl.thread_barrier()
