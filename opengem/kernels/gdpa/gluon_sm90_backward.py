@@ -156,8 +156,8 @@ def consume_fused(
                     use_acc=False, is_async=True)
                 mbarrier.wait(ds_full, tiles & 1)
                 grown = gl.zeros([ROWS, PANEL], gl.float32, s_layout)
+                grown = warpgroup_mma(ds_ring.index(0).permute((1, 0)), k_low, grown, use_acc=False, is_async=True)
                 if DROP < 2:
-                    grown = warpgroup_mma(ds_ring.index(0).permute((1, 0)), k_low, grown, use_acc=False, is_async=True)
                     grown = warpgroup_mma(ds_ring.index(1).permute((1, 0)), k_high, grown, is_async=True)
                 s, grown, dk, ds = warpgroup_mma_wait(0, deps=[s, grown, dk, ds])
                 mbarrier.arrive(ds_empty, count=1)
