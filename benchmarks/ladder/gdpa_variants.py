@@ -34,7 +34,6 @@ BACKWARD = {
     "fused_unfolded": ({"OLD": True, "FUSED_KEYS": 1 << 30, "FOLDED": ()}, None),
     "fused_identity": ({"OLD": True, "FUSED_KEYS": 1 << 30}, "none"),
     "fused_no_sum": ({"OLD": True, "FUSED_KEYS": 1 << 30, "DROP": 1}, None),
-    "fused_half_dq": ({"OLD": True, "FUSED_KEYS": 1 << 30, "DROP": 2}, None),
     "fused_poly": ({"OLD": True, "FUSED_KEYS": 1 << 30, "FOLDED": ()}, "gelu_poly"),
 }
 CASES = {

@@ -33,9 +33,9 @@ TANH_AB = gl.constexpr(shared.TANH_AB.value)
 @gluon.jit
 def weigh(s, scale, ACT: gl.constexpr, FOLD: gl.constexpr):
     """(value, slope) of scores s before scaling; with FOLD both still lack their factor scale / 2 and 1 / 2."""
-    if FOLD:
-        if ACT == "none":
-            return s, 1.0
+    if ACT == "none":
+        return s, gl.full_like(s, 1.0)
+    elif FOLD:
         u = s * s
         if ACT == "silu":
             bend = 0.5 * scale
@@ -157,8 +157,7 @@ def consume_fused(
                 mbarrier.wait(ds_full, tiles & 1)
                 grown = gl.zeros([ROWS, PANEL], gl.float32, s_layout)
                 grown = warpgroup_mma(ds_ring.index(0).permute((1, 0)), k_low, grown, use_acc=False, is_async=True)
-                if DROP < 2:
-                    grown = warpgroup_mma(ds_ring.index(1).permute((1, 0)), k_high, grown, is_async=True)
+                grown = warpgroup_mma(ds_ring.index(1).permute((1, 0)), k_high, grown, is_async=True)
                 s, grown, dk, ds = warpgroup_mma_wait(0, deps=[s, grown, dk, ds])
                 mbarrier.arrive(ds_empty, count=1)
                 mbarrier.arrive(q_empty.index(q_slot), count=1)
@@ -166,7 +165,7 @@ def consume_fused(
                 share = scratch + first * D + cells
                 if (start > 0) & (DROP == 0):
                     grown += gl.load(share)
-                if final & (DROP < 2):
+                if final:
                     gl.store(out + first * H * D + cell_row * (H * D) + cell_column, (grown * factor).to(dtype),
                              mask=cell_row < left - first)
                 elif DROP == 0:
