@@ -33,7 +33,8 @@ BACKWARD = {
     "fused": ({"OLD": True, "FUSED_KEYS": 1 << 30}, None),
     "fused_unfolded": ({"OLD": True, "FUSED_KEYS": 1 << 30, "FOLDED": ()}, None),
     "fused_identity": ({"OLD": True, "FUSED_KEYS": 1 << 30}, "none"),
-    "fused_no_sum": ({"OLD": True, "FUSED_KEYS": 1 << 30, "DROP": 1}, None),
+    "fused_late": ({"OLD": True, "FUSED_KEYS": 1 << 30, "PRE": False}, None),
+    "fused_no_sum": ({"OLD": True, "FUSED_KEYS": 1 << 30, "DROP": 1, "PRE": False}, None),
     "fused_poly": ({"OLD": True, "FUSED_KEYS": 1 << 30, "FOLDED": ()}, "gelu_poly"),
 }
 CASES = {
@@ -55,7 +56,7 @@ def apply(settings: dict, activation: str | None) -> None:
 
     if not hasattr(launch, "plain"):
         launch.plain = launch.launch
-        launch.first = {name: getattr(launch, name) for name in ("OLD", "LONG", "SHORT", "FUSED_KEYS", "FOLDED", "DROP")}
+        launch.first = {name: getattr(launch, name) for name in ("OLD", "LONG", "SHORT", "FUSED_KEYS", "FOLDED", "DROP", "PRE")}
     for name, value in (launch.first | settings).items():
         setattr(launch, name, value)
 

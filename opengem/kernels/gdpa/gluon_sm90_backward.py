@@ -87,7 +87,7 @@ def consume_fused(
     dq, scratch, dk_desc, dv_desc, schedule, count, H, scale, q_ring, g_ring, k_ring, v_ring, ds_ring, q_full, q_empty,
     g_full, g_empty, kv_full, kv_empty, ds_full, ds_empty, HALF: gl.constexpr, Q_STAGES: gl.constexpr,
     G_STAGES: gl.constexpr, KV_STAGES: gl.constexpr, D: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr,
-    DROP: gl.constexpr):
+    DROP: gl.constexpr, PRE: gl.constexpr):
     dtype: gl.constexpr = q_ring.dtype
     PANEL: gl.constexpr = D // 2  # columns of dq that this warpgroup makes: one swizzled panel of a tile
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
@@ -136,6 +136,11 @@ def consume_fused(
                 dv = warpgroup_mma(p, g, dv, is_async=True)
                 dp = warpgroup_mma_wait(1, deps=[dp])
                 ds = (dp * slope).to(dtype)
+                share = scratch + first * D + cells
+                if PRE:
+                    grown = gl.load(share, mask=(cell_row < ROWS) & (start > 0), other=0.0)
+                else:
+                    grown = gl.zeros([ROWS, PANEL], gl.float32, s_layout)
                 mbarrier.wait(ds_empty, (tiles & 1) ^ 1)
                 ds_ring.index(HALF).store(ds)
                 fence_async_shared()
@@ -155,15 +160,13 @@ def consume_fused(
                     q_ring.index(ahead)._reinterpret(dtype, [ROWS, D], tile_layout).permute((1, 0)), s,
                     use_acc=False, is_async=True)
                 mbarrier.wait(ds_full, tiles & 1)
-                grown = gl.zeros([ROWS, PANEL], gl.float32, s_layout)
-                grown = warpgroup_mma(ds_ring.index(0).permute((1, 0)), k_low, grown, use_acc=False, is_async=True)
+                grown = warpgroup_mma(ds_ring.index(0).permute((1, 0)), k_low, grown, use_acc=PRE, is_async=True)
                 grown = warpgroup_mma(ds_ring.index(1).permute((1, 0)), k_high, grown, is_async=True)
                 s, grown, dk, ds = warpgroup_mma_wait(0, deps=[s, grown, dk, ds])
                 mbarrier.arrive(ds_empty, count=1)
                 mbarrier.arrive(q_empty.index(q_slot), count=1)
                 mbarrier.arrive(g_empty.index(g_slot), count=1)
-                share = scratch + first * D + cells
-                if (start > 0) & (DROP == 0):
+                if (start > 0) & (DROP == 0) & (not PRE):
                     grown += gl.load(share)
                 if final:
                     gl.store(out + first * H * D + cell_row * (H * D) + cell_column, (grown * factor).to(dtype),
@@ -192,7 +195,7 @@ def fused(
     q_desc, g_desc, k_desc, v_desc, dk_desc, dv_desc, dq, dk, dv, scratch, q_offsets, kv_offsets, schedule, batch,
     list_start, q_elements, kv_elements, scratch_rows, scale, H, q_head, g_head, k_head, v_head,
     ACT: gl.constexpr, D: gl.constexpr, Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr, FOLD: gl.constexpr,
-    DROP: gl.constexpr):
+    DROP: gl.constexpr, PRE: gl.constexpr):
     """dq [Tq, H, D], dk and dv [Tkv, H, D] contiguous; scratch fp32 [blocks, scratch_rows, D]. One block an SM."""
     KV_STAGES: gl.constexpr = 2  # the next keys are multiplied before the sums of these have left
     _zero_rows(dq, gl.load(q_offsets + batch).to(gl.int64) * H * D, q_elements, 1024)
@@ -230,10 +233,10 @@ def fused(
     gl.warp_specialize([
         (consume_fused, (dq, mine, dk_desc, dv_desc, items, count, H, scale, q_ring, g_ring, k_ring, v_ring, ds_ring,
                          q_full, q_empty, g_full, g_empty, kv_full, kv_empty, ds_full, ds_empty, 0, Q_STAGES,
-                         G_STAGES, KV_STAGES, D, ACT, FOLD, DROP)),
+                         G_STAGES, KV_STAGES, D, ACT, FOLD, DROP, PRE)),
         (consume_fused, (dq, mine, dk_desc, dv_desc, items, count, H, scale, q_ring, g_ring, k_ring, v_ring, ds_ring,
                          q_full, q_empty, g_full, g_empty, kv_full, kv_empty, ds_full, ds_empty, 1, Q_STAGES,
-                         G_STAGES, KV_STAGES, D, ACT, FOLD, DROP)),
+                         G_STAGES, KV_STAGES, D, ACT, FOLD, DROP, PRE)),
         (produce_fused, (q_desc, g_desc, k_desc, v_desc, items, count, H, q_head, g_head, k_head, v_head, q_ring,
                          g_ring, k_ring, v_ring, q_full, q_empty, g_full, g_empty, kv_full, kv_empty, Q_STAGES,
                          G_STAGES, KV_STAGES)),

@@ -36,6 +36,7 @@ LONG = (128, 2, False)  # key rows of a tile, stages, whether queries are held i
 SHORT = (64, 4, True)
 FUSED_KEYS = 1 << 30  # most keys a sample may have for the backward in one kernel
 DROP = 0
+PRE = True
 FUSED_STAGES = (3, 2)  # tiles of queries, of output gradients
 
 
@@ -169,7 +170,7 @@ def _fused_backward(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, max_q,
         _key(plan, (dq.numel() >> 31, dk.numel() >> 31, *head_strides), q_offsets, kv_offsets, schedule, q),
         (*boxes, dq, dk, dv, scratch, q_offsets, kv_offsets, schedule, plan.batch,
          4 + 4 * (plan.q_bound + plan.kv_bound), dq.numel(), dk.numel(), rows, scale, plan.heads, *head_strides),
-        (activation, plan.dim, *FUSED_STAGES, fold, DROP))
+        (activation, plan.dim, *FUSED_STAGES, fold, DROP, PRE))
     return dq, dk, dv
 
 
