@@ -136,11 +136,6 @@ def consume_fused(
                 dv = warpgroup_mma(p, g, dv, is_async=True)
                 dp = warpgroup_mma_wait(1, deps=[dp])
                 ds = (dp * slope).to(dtype)
-                share = scratch + first * D + cells
-                if PRE:
-                    grown = gl.load(share, mask=(cell_row < ROWS) & (start > 0), other=0.0)
-                else:
-                    grown = gl.zeros([ROWS, PANEL], gl.float32, s_layout)
                 mbarrier.wait(ds_empty, (tiles & 1) ^ 1)
                 ds_ring.index(HALF).store(ds)
                 fence_async_shared()
@@ -159,6 +154,11 @@ def consume_fused(
                     k_ring.index(2 * place_ahead + HALF)._reinterpret(dtype, [ROWS, D], tile_layout),
                     q_ring.index(ahead)._reinterpret(dtype, [ROWS, D], tile_layout).permute((1, 0)), s,
                     use_acc=False, is_async=True)
+                share = scratch + first * D + cells
+                if PRE:
+                    grown = gl.load(share, mask=(cell_row < ROWS) & (start > 0), other=0.0)
+                else:
+                    grown = gl.zeros([ROWS, PANEL], gl.float32, s_layout)
                 mbarrier.wait(ds_full, tiles & 1)
                 grown = warpgroup_mma(ds_ring.index(0).permute((1, 0)), k_low, grown, use_acc=PRE, is_async=True)
                 grown = warpgroup_mma(ds_ring.index(1).permute((1, 0)), k_high, grown, is_async=True)
