@@ -16,26 +16,26 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 # name -> (settings of launch.py, activation put in place of the asked one)
+SPLIT, LONE = {"FUSED_KEYS": 0}, {"OLD": True}
 FORWARD = {
-    "old": ({"OLD": True, "FUSED_KEYS": 0}, None),
-    "flat128": ({"FUSED_KEYS": 0, "LONG": (128, 2, False), "SHORT": (128, 2, False)}, None),
-    "flat128q": ({"FUSED_KEYS": 0, "LONG": (128, 2, True), "SHORT": (128, 2, True)}, None),
-    "flat64": ({"FUSED_KEYS": 0, "LONG": (64, 4, False), "SHORT": (64, 4, False)}, None),
-    "flat64q": ({"FUSED_KEYS": 0, "LONG": (64, 4, True), "SHORT": (64, 4, True)}, None),
-    "flat128_identity": ({"FUSED_KEYS": 0, "LONG": (128, 2, False), "SHORT": (128, 2, False)}, "none"),
-    "flat64q_identity": ({"FUSED_KEYS": 0, "LONG": (64, 4, True), "SHORT": (64, 4, True)}, "none"),
-    "old_identity": ({"OLD": True, "FUSED_KEYS": 0}, "identity"),
-    "flat128_poly": ({"FUSED_KEYS": 0, "LONG": (128, 2, False), "SHORT": (128, 2, False), "FOLDED": ()}, "gelu_poly"),
-    "flat128_unfolded": ({"FUSED_KEYS": 0, "LONG": (128, 2, False), "SHORT": (128, 2, False), "FOLDED": ()}, None),
+    "old": (SPLIT | LONE, None),
+    "flat128": (SPLIT | {"LONG": (128, 2, False, False), "SHORT": (128, 2, False, False)}, None),
+    "flat128_turns": (SPLIT | {"LONG": (128, 2, False, True), "SHORT": (64, 4, False, False)}, None),
+    "flat128q_turns": (SPLIT | {"LONG": (128, 2, True, True), "SHORT": (64, 4, True, False)}, None),
+    "flat64q": (SPLIT | {"LONG": (64, 4, True, False), "SHORT": (128, 2, True, False)}, None),
+    "flat64q_turns": (SPLIT | {"LONG": (64, 4, True, True), "SHORT": (64, 4, True, False)}, None),
+    "flat128_identity": (SPLIT | {"LONG": (128, 2, False, False), "SHORT": (128, 2, False, False)}, "none"),
+    "flat128_turns_identity": (SPLIT | {"LONG": (128, 2, False, True), "SHORT": (64, 4, False, False)}, "none"),
+    "old_identity": (SPLIT | LONE, "identity"),
+    "flat128_turns_poly": (SPLIT | {"LONG": (128, 2, False, True), "SHORT": (64, 4, False, False), "FOLDED": ()},
+                           "gelu_poly"),
 }
 BACKWARD = {
-    "split": ({"OLD": True, "FUSED_KEYS": 0}, None),
-    "fused": ({"OLD": True, "FUSED_KEYS": 1 << 30}, None),
-    "fused_unfolded": ({"OLD": True, "FUSED_KEYS": 1 << 30, "FOLDED": ()}, None),
-    "fused_identity": ({"OLD": True, "FUSED_KEYS": 1 << 30}, "none"),
-    "fused_late": ({"OLD": True, "FUSED_KEYS": 1 << 30, "PRE": False}, None),
-    "fused_no_sum": ({"OLD": True, "FUSED_KEYS": 1 << 30, "DROP": 1, "PRE": False}, None),
-    "fused_poly": ({"OLD": True, "FUSED_KEYS": 1 << 30, "FOLDED": ()}, "gelu_poly"),
+    "split": (LONE | SPLIT, None),
+    "fused": (LONE | {"FUSED_KEYS": 1 << 30}, None),
+    "ordered": (LONE | {"FUSED_KEYS": 1 << 30, "ORDERED_KEYS": 128}, None),
+    "fused_identity": (LONE | {"FUSED_KEYS": 1 << 30}, "none"),
+    "ordered_identity": (LONE | {"FUSED_KEYS": 1 << 30, "ORDERED_KEYS": 128}, "none"),
 }
 CASES = {
     "forward": ("gdpa_self2048_fill1", "gdpa_self2048_fill.5", "gdpa_self1024_fill.5", "gdpa_self512_fill.5",
@@ -56,14 +56,15 @@ def apply(settings: dict, activation: str | None) -> None:
 
     if not hasattr(launch, "plain"):
         launch.plain = launch.launch
-        launch.first = {name: getattr(launch, name) for name in ("OLD", "LONG", "SHORT", "FUSED_KEYS", "FOLDED", "DROP", "PRE")}
+        launch.first = {name: getattr(launch, name) for name in (
+            "OLD", "LONG", "SHORT", "FUSED_KEYS", "FOLDED", "ORDERED_KEYS")}
     for name, value in (launch.first | settings).items():
         setattr(launch, name, value)
 
-    def replaced(kernel, grid, key, arguments, constants, *rest):
+    def replaced(kernel, grid, key, arguments, constants, *rest, **options):
         if activation and constants and isinstance(constants[0], str):
             constants = (activation, *constants[1:])
-        return launch.plain(kernel, grid, key, arguments, constants, *rest)
+        return launch.plain(kernel, grid, key, arguments, constants, *rest, **options)
 
     launch.launch = replaced
 
@@ -79,11 +80,39 @@ def check(name: str, out: str) -> int:
     elif activation:
         checks = [("poly", [3, 66, 200], [300, 70, 129], 128, 0, activation)]
     else:
-        checks = [c for c in first_checks() if len(c) < 5 or not c[4]]
+        lengths = [1024, 1000, 65, 64, 3, 0, 700, 2049, 512, 129, 256, 257]
+        checks = [("long", lengths, lengths, 128), ("long cross", lengths, lengths[::-1], 128),
+                  ("short queries", [130] * 9, lengths[3:], 128)]
+        checks += [c for c in first_checks() if len(c) < 5 or not c[4]]
     with backend.force("gluon"):
         good = check_all(name, out, checks)
     emit(out, {"variant": name, "good": good, "checks": len(checks)})
     return 0 if good else 1
+
+
+def clock(run) -> float | None:
+    """The mean clock of the multiprocessors in GHz while `run` runs 8 times: cycles over nanoseconds."""
+    import torch
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def stamp(out):
+        zero = tl.arange(0, 1)
+        at = tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r,r", [zero], dtype=tl.int32, is_pure=False, pack=1)
+        now = tl.inline_asm_elementwise("mov.u64 $0, %clock64;", "=l,r", [zero], dtype=tl.int64, is_pure=False, pack=1)
+        when = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l,r", [zero], dtype=tl.int64, is_pure=False,
+                                         pack=1)
+        tl.store(out + 2 * at, now)
+        tl.store(out + 2 * at + 1, when)
+
+    marks = torch.zeros(2, 256, 2, dtype=torch.int64, device="cuda")
+    stamp[(528,)](marks[0])
+    for _ in range(8):
+        run()
+    stamp[(528,)](marks[1])
+    spent = (marks[1] - marks[0])[(marks != 0).all(0).all(1)].double()
+    return float((spent[:, 0] / spent[:, 1]).median()) if len(spent) else None
 
 
 def times(plan: str, names: list[str], out: str) -> None:
@@ -108,14 +137,16 @@ def times(plan: str, names: list[str], out: str) -> None:
                     if plan == "forward":
                         with torch.no_grad():
                             ms, spread = run.timed(lambda: case.ours(*inputs))  # noqa: B023
+                            ghz = clock(lambda: case.ours(*inputs))  # noqa: B023
                         flops, moved = case.fwd_flops, case.fwd_bytes
                     else:
                         grad = torch.randn_like(result)
                         ms, spread = run.timed(
                             lambda: torch.autograd.grad(result, leaves, grad, retain_graph=True))  # noqa: B023
+                        ghz = clock(lambda: torch.autograd.grad(result, leaves, grad, retain_graph=True))  # noqa: B023
                         flops, moved = case.bwd_flops, case.bwd_bytes
                     emit(out, {"variant": name, "plan": plan, "case": case.name, "ms": ms, "spread": spread,
-                               "tflops": flops / ms / 1e9, "gbs": moved / ms / 1e6})
+                               "tflops": flops / ms / 1e9, "gbs": moved / ms / 1e6, "ghz": ghz})
                 except Exception as problem:  # noqa: BLE001
                     emit(out, {"variant": name, "case": case.name, "error": str(problem)[:300]})
             del inputs, leaves

@@ -50,27 +50,14 @@ def _item(schedule, turn, rounds, H):
 
 
 @gluon.jit
-def _tiles(q_rows, kv_length, BN: gl.constexpr):
-    return gl.where(q_rows > 0, (gl.maximum(kv_length, 1) + BN - 1) // BN, 0)
-
-
-@gluon.jit
-def _next_item(schedule, turn, rounds, H, kv_base, k_full, k_empty, v_full, v_empty, HALF: gl.constexpr,
-               STAGES: gl.constexpr, BN: gl.constexpr):
-    """The next item with rows for this warpgroup; the keys of those without are handed back."""
+def _next_item(schedule, turn, rounds, H):
+    """The next item that has queries."""
     turn += 1
     head, q_row, q_left, kv_begin, kv_length = _item(schedule, turn, rounds, H)
-    while (turn < rounds) & (q_left <= ROWS * ((HALF + turn) % 2)):
-        tiles = _tiles(q_left, kv_length, BN)
-        for j in range(kv_base, kv_base + tiles):
-            mbarrier.wait(k_full.index(j % STAGES), (j // STAGES) & 1)
-            mbarrier.arrive(k_empty.index(j % STAGES), count=1)
-            mbarrier.wait(v_full.index(j % STAGES), (j // STAGES) & 1)
-            mbarrier.arrive(v_empty.index(j % STAGES), count=1)
-        kv_base += tiles
+    while (turn < rounds) & (q_left == 0):
         turn += 1
         head, q_row, q_left, kv_begin, kv_length = _item(schedule, turn, rounds, H)
-    return turn, head, q_row, q_left, kv_length, kv_base
+    return turn, head, q_row, q_left, kv_length
 
 
 @gluon.jit
@@ -85,7 +72,8 @@ def produce(
     for turn in range(0, rounds):
         head, q_row, q_left, kv_begin, kv_length = _item(schedule, turn, rounds, H)
         q_rows = q_left if RESIDENT else gl.minimum(q_left, 2 * ROWS)
-        for first in range(0, q_rows, ROWS):
+        q_end = gl.where(q_rows > 0, gl.maximum(q_rows, 2 * ROWS), 0)  # each warpgroup takes part in every item
+        for first in range(0, q_end, ROWS):
             side = (first // ROWS + turn) % 2
             loads = q_loads1 if side == 1 else q_loads0
             slot = side * Q_STAGES + loads % Q_STAGES
@@ -94,7 +82,7 @@ def produce(
             _load_rows(q_desc, head * q_head, q_row, q_left, first, q_full.index(slot), q_ring.index(slot))
             q_loads1 += side
             q_loads0 += 1 - side
-            if (first == ROWS) | (q_rows <= ROWS):
+            if first == ROWS:
                 for start in range(0, gl.maximum(kv_length, 1), BN):
                     place = kv_loads % STAGES
                     phase = ((kv_loads // STAGES) & 1) ^ 1
@@ -111,9 +99,10 @@ def produce(
 
 @gluon.jit
 def consume(
-    o_desc, schedule, count, H, scale, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    o_desc, schedule, count, H, scale, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty, go,
     HALF: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
-    ACT: gl.constexpr, RESIDENT: gl.constexpr, FOLD: gl.constexpr, QREG: gl.constexpr):
+    ACT: gl.constexpr, RESIDENT: gl.constexpr, FOLD: gl.constexpr, QREG: gl.constexpr,
+    TURNS: gl.constexpr):
     dtype: gl.constexpr = q_ring.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
     kv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], dtype)
@@ -124,8 +113,9 @@ def consume(
     factor = 0.5 * scale if FOLD else 1.0
     rounds = _rounds(count * H)
     zero = rounds * 0  # a constant would have another type than what a loop carries
-    turn, head, q_row, q_left, kv_length, base = _next_item(
-        schedule, zero - 1, rounds, H, zero, k_full, k_empty, v_full, v_empty, HALF, STAGES, BN)
+    turn, head, q_row, q_left, kv_length = _next_item(schedule, zero - 1, rounds, H)
+    base = zero
+    steps = zero
     first = ROWS * ((HALF + turn) % 2)
     rows = q_left if RESIDENT else gl.minimum(q_left, 2 * ROWS)
     live = turn < rounds
@@ -161,8 +151,7 @@ def consume(
             first += 2 * ROWS
             if done:
                 base += j + 1
-                turn, head, q_row, q_left, kv_length, base = _next_item(
-                    schedule, turn, rounds, H, base, k_full, k_empty, v_full, v_empty, HALF, STAGES, BN)
+                turn, head, q_row, q_left, kv_length = _next_item(schedule, turn, rounds, H)
                 first = ROWS * ((HALF + turn) % 2)
                 rows = q_left if RESIDENT else gl.minimum(q_left, 2 * ROWS)
             j = 0
@@ -175,6 +164,8 @@ def consume(
         mbarrier.wait(k_full.index(place_ahead), ((base + j) // STAGES) & 1, pred=live)
         q_next = q_ring.index(ahead)._reinterpret(dtype, [ROWS, D], q_layout)
         k = k_ring.index(place_ahead)._reinterpret(dtype, [BN, D], kv_layout)
+        if TURNS:
+            mbarrier.wait(go.index(HALF), (steps & 1) ^ (1 - HALF))
         s = gl.zeros([ROWS, BN], gl.float32, s_layout)
         if QREG:
             if last:
@@ -185,6 +176,9 @@ def consume(
         mbarrier.wait(v_full.index(place), phase)
         v = v_ring.index(place)._reinterpret(dtype, [BN, D], kv_layout)
         acc = warpgroup_mma(p, v, acc, use_acc=used, is_async=True)
+        if TURNS:
+            mbarrier.arrive(go.index(1 - HALF), count=1)
+            steps += 1
         s = warpgroup_mma_wait(1, deps=[s])
         if live & (first + 2 * ROWS >= rows):
             mbarrier.arrive(k_empty.index(place_ahead), count=1)
@@ -212,7 +206,8 @@ def consume(
 def forward(
     q_desc, k_desc, v_desc, o_desc, out, offsets, schedule, batch, list_start, out_elements, scale, H, q_head,
     k_head, v_head, ACT: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr, RESIDENT: gl.constexpr, FOLD: gl.constexpr, QREG: gl.constexpr):
+    Q_STAGES: gl.constexpr, RESIDENT: gl.constexpr, FOLD: gl.constexpr, QREG: gl.constexpr,
+    TURNS: gl.constexpr):
     """out [rows, H, D] contiguous. Grid: one block an SM; launched with 4 warps (the first consumer's)."""
     _zero_rows(out, gl.load(offsets + batch).to(gl.int64) * H * D, out_elements, 1024)
     count = gl.load(schedule + 2) if RESIDENT else gl.load(schedule)
@@ -226,6 +221,9 @@ def forward(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    go = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(go.index(i), count=1)
     for i in gl.static_range(2 * Q_STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
@@ -236,9 +234,9 @@ def forward(
         mbarrier.init(v_empty.index(i), count=2)
     gl.warp_specialize([
         (consume, (o_desc, items, count, H, scale, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full,
-                   v_empty, 0, Q_STAGES, STAGES, BN, D, ACT, RESIDENT, FOLD, QREG)),
+                   v_empty, go, 0, Q_STAGES, STAGES, BN, D, ACT, RESIDENT, FOLD, QREG, TURNS)),
         (consume, (o_desc, items, count, H, scale, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full,
-                   v_empty, 1, Q_STAGES, STAGES, BN, D, ACT, RESIDENT, FOLD, QREG)),
+                   v_empty, go, 1, Q_STAGES, STAGES, BN, D, ACT, RESIDENT, FOLD, QREG, TURNS)),
         (produce, (q_desc, k_desc, v_desc, items, count, H, q_head, k_head, v_head, q_ring, k_ring, v_ring, q_full,
                    q_empty, k_full, k_empty, v_full, v_empty, Q_STAGES, STAGES, BN, RESIDENT)),
     ], [4, 1], [240, 24])

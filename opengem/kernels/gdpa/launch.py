@@ -32,11 +32,11 @@ GLUON_DQ = (128, 2)  # key rows of a tile, stages
 GLUON_DKDV = (64, 3)  # query rows of a tile, stages
 RESIDENT_KEYS = 256  # as many stay in shared memory for a whole sample
 OLD = False
-LONG = (128, 2, False)  # key rows of a tile, stages, whether queries are held in registers
-SHORT = (64, 4, True)
+LONG = (128, 2, False, False)  # key rows of a tile, stages, whether queries are held in registers
+SHORT = (64, 4, True, False)
 FUSED_KEYS = 1 << 30  # most keys a sample may have for the backward in one kernel
-DROP = 0
-PRE = True
+FUSED_TILE = 128  # key rows of a tile
+ORDERED_KEYS = 1 << 30  # with more keys a sample's key tiles are dealt to several blocks, which take turns at dq
 FUSED_STAGES = (3, 2)  # tiles of queries, of output gradients
 
 
@@ -127,12 +127,12 @@ def _gluon_forward(q, k, v, q_offsets, schedule, plan, max_kv, activation, scale
         return out
     from opengem.kernels.gdpa import gluon_sm90_forward
     fold = activation in FOLDED and q.dtype == torch.bfloat16
-    rows, stages, registers = SHORT if resident else LONG
+    rows, stages, registers, turns = SHORT if resident else LONG
     launch(
         gluon_sm90_forward.forward, (blocks, 1, 1), _key(plan, (out.numel() >> 31, *head_strides), q_offsets, schedule, q),
         (*gluon_sm90.ragged((q, 64), (k, rows), (v, rows), (out, 64)), out, q_offsets, schedule, plan.batch,
          start, out.numel(), scale, plan.heads, *head_strides),
-        (activation, plan.dim, rows, stages, 3, resident, fold, registers))
+        (activation, plan.dim, rows, stages, 3, resident, fold, registers, turns))
     return out
 
 
@@ -159,18 +159,26 @@ def _fused_backward(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, max_q,
     from opengem.kernels.gdpa import gluon_sm90, gluon_sm90_backward
 
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    blocks = min(multiprocessors(q.device), plan.batch * plan.heads)
-    rows = -(-max_q // 64) * 64 if max_kv > 128 else 0  # sums of dq between two key tiles
-    scratch = torch.empty(blocks, rows, plan.dim, dtype=torch.float32, device=q.device)
+    processors = multiprocessors(q.device)
+    key_tiles = -(-max_kv // FUSED_TILE)
+    ordered = ORDERED_KEYS < max_kv and key_tiles * plan.heads <= processors
+    blocks = min(processors, (plan.kv_bound if ordered else plan.batch) * plan.heads)
+    rows = -(-max_q // 64) * 64 if key_tiles > 1 else 0  # sums of dq between two key tiles
+    if ordered:
+        scratch = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+        counters = q_offsets.new_zeros((q.shape[0] // 64 + plan.batch) * plan.heads, dtype=torch.int32)
+    else:
+        scratch = counters = torch.empty(blocks, rows, plan.dim, dtype=torch.float32, device=q.device)
     head_strides = q.stride(1), grad.stride(1), k.stride(1), v.stride(1)
     boxes = gluon_sm90.ragged(*((x, 64) for x in (q, grad, k, v, dk, dv)))
     fold = activation in FOLDED and q.dtype == torch.bfloat16
+    lists = 4 + 4 * plan.q_bound, 4 + 4 * (plan.q_bound + plan.kv_bound)
     launch(
         gluon_sm90_backward.fused, (blocks, 1, 1),
         _key(plan, (dq.numel() >> 31, dk.numel() >> 31, *head_strides), q_offsets, kv_offsets, schedule, q),
-        (*boxes, dq, dk, dv, scratch, q_offsets, kv_offsets, schedule, plan.batch,
-         4 + 4 * (plan.q_bound + plan.kv_bound), dq.numel(), dk.numel(), rows, scale, plan.heads, *head_strides),
-        (activation, plan.dim, *FUSED_STAGES, fold, DROP, PRE))
+        (*boxes, dq, dk, dv, scratch, counters, q_offsets, kv_offsets, schedule, plan.batch, lists[not ordered],
+         lists[1] + 4 * plan.batch, dq.numel(), dk.numel(), rows, scale, plan.heads, *head_strides),
+        (activation, plan.dim, *FUSED_STAGES, fold, ordered), cooperative=ordered)
     return dq, dk, dv
 
 

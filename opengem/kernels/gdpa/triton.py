@@ -136,8 +136,9 @@ def _spans(offsets, samples, batch, SEEDS: tl.constexpr):
 
 @triton.jit
 def _deal(
-    rows, other, work, count_ptr, list_ptr, batch, TILE: tl.constexpr, LEAST: tl.constexpr, ROW_SEEDS: tl.constexpr,
+    rows, other, work, count_ptr, list_ptr, extra_ptr, batch, TILE: tl.constexpr, LEAST: tl.constexpr, ROW_SEEDS: tl.constexpr,
     OTHER_SEEDS: tl.constexpr, WORK_SEEDS: tl.constexpr, OWN: tl.constexpr, NARROW: tl.constexpr,
+    EXTRA: tl.constexpr,
 ):
     """List every tile of `rows`, samples with much `work` first, equal ones in order.
 
@@ -175,6 +176,10 @@ def _deal(
         tl.store(slot + 1, length[:, None] - t[None, :] * TILE, mask=live)
         tl.store(slot + 2, tl.broadcast_to(third[:, None], (OWN, 16)), mask=live)
         tl.store(slot + 3, tl.broadcast_to(fourth[:, None], (OWN, 16)), mask=live)
+        if EXTRA:
+            more = extra_ptr + 2 * (start[:, None] + t[None, :])
+            tl.store(more, tl.broadcast_to(t[None, :], (OWN, 16)), mask=live)
+            tl.store(more + 1, tl.broadcast_to(samples[:, None], (OWN, 16)), mask=live)
 
 
 @triton.jit(do_not_specialize=["batch", "q_bound", "kv_bound"])
@@ -182,23 +187,29 @@ def deal_tiles(
     q_offsets, kv_offsets, schedule, batch, q_bound, kv_bound, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr,
     SEEDS: tl.constexpr, NARROW: tl.constexpr, OWN: tl.constexpr,
 ):
-    """schedule: int32 [4 + 4 * (q_bound + kv_bound + batch)]: three counts, then records of 4.
+    """schedule: int32 [4 + 4 * (q_bound + kv_bound + batch) + 2 * kv_bound]: three counts, records of 4, and of each
+    key tile its place in the sample and the sample.
 
     Grid (ceil(batch / OWN), 3): query tiles by keys to walk, key tiles by queries to walk, whole samples by queries.
     Narrow kernels use the key tiles only, at least one for each sample.
     """
     kv_list = schedule + 4 + 4 * q_bound
+    whole_list = kv_list + 4 * kv_bound
+    extra = whole_list + 4 * batch
     if NARROW:
         if tl.program_id(1) == 1:
-            _deal(kv_offsets, q_offsets, kv_offsets, schedule + 1, kv_list, batch, KV_TILE, 1, 0, SEEDS, 0, OWN, NARROW)
+            _deal(kv_offsets, q_offsets, kv_offsets, schedule + 1, kv_list, extra, batch, KV_TILE, 1, 0, SEEDS, 0, OWN,
+                  True, False)
     elif tl.program_id(1) == 0:
-        _deal(q_offsets, kv_offsets, kv_offsets, schedule, schedule + 4, batch, Q_TILE, 0, SEEDS, 0, 0, OWN, NARROW)
+        _deal(q_offsets, kv_offsets, kv_offsets, schedule, schedule + 4, extra, batch, Q_TILE, 0, SEEDS, 0, 0, OWN,
+              False, False)
     elif tl.program_id(1) == 1:
-        _deal(kv_offsets, q_offsets, q_offsets, schedule + 1, kv_list, batch, KV_TILE, 0, 0, SEEDS, SEEDS, OWN, NARROW)
+        _deal(kv_offsets, q_offsets, q_offsets, schedule + 1, kv_list, extra, batch, KV_TILE, 1, 0, SEEDS, SEEDS, OWN,
+              False, True)
     else:
         whole: tl.constexpr = 1 << 30
-        _deal(q_offsets, kv_offsets, q_offsets, schedule + 2, kv_list + 4 * kv_bound, batch, whole, 1, SEEDS, 0, SEEDS,
-              OWN, NARROW)
+        _deal(q_offsets, kv_offsets, q_offsets, schedule + 2, whole_list, extra, batch, whole, 1, SEEDS, 0, SEEDS, OWN,
+              False, False)
 
 
 # ---- pieces of every kernel --------------------------------------------------------------------------------------
