@@ -3,7 +3,7 @@
     python -m benchmarks.ladder.gdpa_training --out FILE.jsonl [--seeds 0 1 2] [--steps 200] [--batch-size 512]
 
 For each seed three runs from the same weights and batches: `kernel`, `reference` (GDPA alone), and `rounding`: the
-reference with every output moved by up to half a bf16 spacing at random, which is what rounding does anyway. Rows give
+reference with every output moved by up to one bf16 spacing at random, as another order of its sums would do. Rows give
 the distance of the loss curves from `reference`; `kernel` should be no further than `rounding`. Runs are processes side
 by side; nothing is timed.
 """
@@ -44,11 +44,11 @@ def curve(kind: str, seed: int, steps: int, batch_size: int, data: Path, recipe:
 
 
 def shaken(x, generators: dict):
-    """x, each element moved by up to half a bf16 spacing; the random numbers of training stay as they are."""
+    """x, each element moved by up to one bf16 spacing; the random numbers of training stay as they are."""
     import torch
 
     generator = generators.setdefault(x.device, torch.Generator(x.device))
-    return (x.float() * (1 + 2.0**-9 * (2 * torch.rand(x.shape, device=x.device, generator=generator) - 1))).to(x.dtype)
+    return (x.float() * (1 + 2.0**-8 * (2 * torch.rand(x.shape, device=x.device, generator=generator) - 1))).to(x.dtype)
 
 
 def compare(curves: dict[tuple[str, int], list[float]], seeds: list[int]) -> list[dict]:

@@ -16,26 +16,24 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 # name -> (settings of launch.py, activation put in place of the asked one)
-SPLIT, LONE = {"FUSED_KEYS": 0}, {"OLD": True}
+WIDE = {"RESIDENT_SHORT": (128, 2, False)}
+NARROW = {"RESIDENT": (64, 4, False)}
 FORWARD = {
-    "old": (SPLIT | LONE, None),
-    "flat128": (SPLIT | {"LONG": (128, 2, False, False), "SHORT": (128, 2, False, False)}, None),
-    "flat128_turns": (SPLIT | {"LONG": (128, 2, False, True), "SHORT": (64, 4, False, False)}, None),
-    "flat128q_turns": (SPLIT | {"LONG": (128, 2, True, True), "SHORT": (64, 4, True, False)}, None),
-    "flat64q": (SPLIT | {"LONG": (64, 4, True, False), "SHORT": (128, 2, True, False)}, None),
-    "flat64q_turns": (SPLIT | {"LONG": (64, 4, True, True), "SHORT": (64, 4, True, False)}, None),
-    "flat128_identity": (SPLIT | {"LONG": (128, 2, False, False), "SHORT": (128, 2, False, False)}, "none"),
-    "flat128_turns_identity": (SPLIT | {"LONG": (128, 2, False, True), "SHORT": (64, 4, False, False)}, "none"),
-    "old_identity": (SPLIT | LONE, "identity"),
-    "flat128_turns_poly": (SPLIT | {"LONG": (128, 2, False, True), "SHORT": (64, 4, False, False), "FOLDED": ()},
-                           "gelu_poly"),
+    "forward": ({}, None),
+    "no_turns": ({"STREAM": (128, 2, False)}, None),
+    "tiles_of_64": ({"STREAM": (64, 4, True)} | NARROW, None),
+    "tiles_of_128": (WIDE, None),
+    "unfolded": ({"FOLDED": ()}, None),
+    "identity": ({"FOLDED": ()}, "identity"),
+    "poly": ({"FOLDED": ()}, "gelu_poly"),
 }
 BACKWARD = {
-    "split": (LONE | SPLIT, None),
-    "fused": (LONE | {"FUSED_KEYS": 1 << 30}, None),
-    "ordered": (LONE | {"FUSED_KEYS": 1 << 30, "ORDERED_KEYS": 128}, None),
-    "fused_identity": (LONE | {"FUSED_KEYS": 1 << 30}, "none"),
-    "ordered_identity": (LONE | {"FUSED_KEYS": 1 << 30, "ORDERED_KEYS": 128}, "none"),
+    "split": ({"OWNER_KEYS": 0, "TURNS_KEYS": 1 << 30}, None),
+    "owner": ({"OWNER_KEYS": 1 << 30}, None),
+    "turns": ({"OWNER_KEYS": 128, "TURNS_KEYS": 0}, None),
+    "owner_identity": ({"OWNER_KEYS": 1 << 30, "FOLDED": ()}, "identity"),
+    "turns_identity": ({"OWNER_KEYS": 128, "TURNS_KEYS": 0, "FOLDED": ()}, "identity"),
+    "owner_poly": ({"OWNER_KEYS": 1 << 30, "FOLDED": ()}, "gelu_poly"),
 }
 CASES = {
     "forward": ("gdpa_self2048_fill1", "gdpa_self2048_fill.5", "gdpa_self1024_fill.5", "gdpa_self512_fill.5",
@@ -56,14 +54,14 @@ def apply(settings: dict, activation: str | None) -> None:
 
     if not hasattr(launch, "plain"):
         launch.plain = launch.launch
-        launch.first = {name: getattr(launch, name) for name in (
-            "OLD", "LONG", "SHORT", "FUSED_KEYS", "FOLDED", "ORDERED_KEYS")}
+        names = ("OWNER_KEYS", "TURNS_KEYS", "FOLDED", "STREAM", "RESIDENT", "RESIDENT_SHORT")
+        launch.first = {name: getattr(launch, name) for name in names}
     for name, value in (launch.first | settings).items():
         setattr(launch, name, value)
 
     def replaced(kernel, grid, key, arguments, constants, *rest, **options):
-        if activation and constants and isinstance(constants[0], str):
-            constants = (activation, *constants[1:])
+        if activation:
+            constants = tuple(activation if x == "gelu_tanh" else x for x in constants)
         return launch.plain(kernel, grid, key, arguments, constants, *rest, **options)
 
     launch.launch = replaced
@@ -75,10 +73,8 @@ def check(name: str, out: str) -> int:
 
     settings, activation = (FORWARD | BACKWARD)[name]
     apply(settings, activation)
-    if activation in ("none", "identity"):
-        checks = []
-    elif activation:
-        checks = [("poly", [3, 66, 200], [300, 70, 129], 128, 0, activation)]
+    if activation:
+        checks = [(activation, [3, 66, 200], [300, 70, 129], 128, 0, activation)]
     else:
         lengths = [1024, 1000, 65, 64, 3, 0, 700, 2049, 512, 129, 256, 257]
         checks = [("long", lengths, lengths, 128), ("long cross", lengths, lengths[::-1], 128),

@@ -33,9 +33,7 @@ TANH_AB = gl.constexpr(shared.TANH_AB.value)
 @gluon.jit
 def weigh(s, scale, ACT: gl.constexpr, FOLD: gl.constexpr):
     """(value, slope) of scores s before scaling; with FOLD both still lack their factor scale / 2 and 1 / 2."""
-    if ACT == "none":
-        return s, gl.full_like(s, 1.0)
-    elif FOLD:
+    if FOLD:
         u = s * s
         if ACT == "silu":
             bend = 0.5 * scale
@@ -89,9 +87,66 @@ def _rank(q_tile, tile, key_tiles, q_tiles):
 
 
 @gluon.jit
+def _flat(x):
+    """A [64, 64] product as [4096] in the order in which threads hold it: 16 bytes a thread, 512 a warp, no exchange."""
+    x = gl.reshape(x, [4, 2, 8, 8, 4, 2])  # warp, row of two, lane row; column of eight, lane column, column of two
+    return gl.reshape(gl.permute(x, (0, 3, 2, 4, 1, 5)), [4096])
+
+
+@gluon.jit
+def _unflat(x, layout: gl.constexpr):
+    x = gl.permute(gl.reshape(x, [4, 8, 8, 4, 2, 2]), (0, 4, 2, 1, 3, 5))
+    return gl.convert_layout(gl.reshape(x, [64, 64]), layout, assert_trivial=True)
+
+
+QUAD = gl.constexpr("""
+{
+    .reg .pred odd, high;
+    .reg .b32 lane, a, b, c, d;
+    mov.u32 lane, %laneid;
+    and.b32 a, lane, 1;
+    setp.ne.u32 odd, a, 0;
+    and.b32 a, lane, 2;
+    setp.ne.u32 high, a, 0;
+    selp.b32 a, $4, $5, odd;
+    selp.b32 b, $6, $7, odd;
+    shfl.sync.bfly.b32 a, a, 1, 31, -1;
+    shfl.sync.bfly.b32 b, b, 1, 31, -1;
+    selp.b32 c, a, $4, odd;
+    selp.b32 a, $5, a, odd;
+    selp.b32 d, b, $6, odd;
+    selp.b32 b, $7, b, odd;
+    selp.b32 lane, c, d, high;
+    shfl.sync.bfly.b32 lane, lane, 2, 31, -1;
+    selp.b32 $0, lane, c, high;
+    selp.b32 $2, d, lane, high;
+    selp.b32 lane, a, b, high;
+    shfl.sync.bfly.b32 lane, lane, 2, 31, -1;
+    selp.b32 $1, lane, a, high;
+    selp.b32 $3, b, lane, high;
+}
+""")
+
+
+@gluon.jit
+def _runs(x):
+    """A [64, 64] product in 16 bit as [128, 32] half rows in which a thread holds 8 neighbours: the four lanes that share
+    a row exchange what they hold of four runs. Half row i is row i // 32 * 16 + i // 16 % 2 * 8 + i % 8, half
+    i // 8 % 2."""
+    x = gl.reshape(x, [4, 2, 8, 2, 4, 4, 2])  # warp, row of two, lane row; half, run, lane column, column of two
+    in_order: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [16, 0]], lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[32, 0], [64, 0]], block_bases=[], shape=[128, 32])
+    x = gl.convert_layout(gl.reshape(gl.permute(x, (0, 1, 3, 2, 5, 4, 6)), [128, 32]), in_order)
+    return gl.inline_asm_elementwise(QUAD, "=&r,=&r,=&r,=&r,r,r,r,r", [x], dtype=x.dtype, is_pure=False, pack=8)
+
+
+@gluon.jit
 def take_turns(schedule, extra, counters, count, H, turn_come, turn_over):
-    """Says when the other key tiles that come first have added to a query tile, and tells the next one."""
+    """Says when the key tiles that come first have added to a query tile, and tells the next one. Telling never waits
+    for a turn, so that some tile can always go on."""
     steps = 0
+    before = counters
     for turn in range(0, _items(count, H, True)):
         head, row, left, begin, length, tile, key_tiles, sample = _item(schedule, extra, turn, count, H, True)
         q_tiles = (gl.maximum(left, 1) + ROWS - 1) // ROWS
@@ -101,13 +156,20 @@ def take_turns(schedule, extra, counters, count, H, turn_come, turn_over):
             at = (start + step) % q_tiles
             rank = _rank(at, tile, key_tiles, q_tiles)
             counter = mine + at * H
-            seen = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
-            while seen < rank:
-                seen = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
-            mbarrier.arrive(turn_come, count=1)
-            mbarrier.wait(turn_over, steps & 1)
-            gl.atomic_add(counter, 1, sem="release", scope="gpu")
+            added = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
+            early = added >= rank
+            mbarrier.arrive(turn_come.index(steps % 2), count=1, pred=early)
+            if steps > 0:
+                mbarrier.wait(turn_over.index((steps - 1) % 2), ((steps - 1) // 2) & 1)
+                gl.atomic_add(before, 1, sem="release", scope="gpu")
+            while added < rank:
+                added = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
+            mbarrier.arrive(turn_come.index(steps % 2), count=1, pred=early == 0)
+            before = counter
             steps += 1
+    if steps > 0:
+        mbarrier.wait(turn_over.index((steps - 1) % 2), ((steps - 1) // 2) & 1)
+        gl.atomic_add(before, 1, sem="release", scope="gpu")
 
 
 @gluon.jit
@@ -162,10 +224,13 @@ def consume_fused(
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
     factor = 0.5 * scale if FOLD else scale
     v_factor = 0.5 * scale if FOLD else 1.0
-    cell_row = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))[:, None]
-    cell_column = gl.arange(0, PANEL, gl.SliceLayout(0, s_layout))[None, :] + HALF * PANEL
-    cells = cell_row * D + cell_column
-    out_cells = cell_row * (H * D) + cell_column
+    spread = _flat(gl.zeros([ROWS, PANEL], gl.float32, s_layout))
+    cells = gl.arange(0, ROWS * PANEL, spread.type.layout) + HALF * ROWS * PANEL
+    runs = _runs(gl.zeros([ROWS, PANEL], dtype, s_layout))
+    run = gl.arange(0, 2 * ROWS, gl.SliceLayout(1, runs.type.layout))[:, None]
+    out_row = run // 32 * 16 + run // 16 % 2 * 8 + run % 8
+    out_cells = (out_row * (H * D) + run // 8 % 2 * 32 + HALF * PANEL
+                 + gl.arange(0, PANEL // 2, gl.SliceLayout(0, runs.type.layout))[None, :])
     tiles = 0
     kv = 0
     rounds = _items(count, H, ORDERED)
@@ -182,7 +247,7 @@ def consume_fused(
         q_start = _first_tile(tile, key_tiles, q_tiles)
         at_row = row.to(gl.int64) * H * D + head * D
         out = dq + at_row
-        mine = scratch + at_row
+        mine = scratch + ((row // ROWS + sample) * H + head).to(gl.int64) * (ROWS * D)
         keys = gl.minimum(length, 2 * ROWS) if ORDERED else length
         for start in tl.range(0, gl.maximum(keys, 1), 2 * ROWS, disable_licm=True):
             place = kv % KV_STAGES
@@ -230,13 +295,12 @@ def consume_fused(
                     rank = _rank(first // ROWS, tile, key_tiles, q_tiles)
                     grows = rank > 0
                     final = rank + 1 == key_tiles
-                    share = mine + first * H * D + out_cells
+                    share = mine + first * H * D + cells
                 else:
                     share = scratch + first * D + cells
-                live = cell_row < left - first
                 if ORDERED:
-                    mbarrier.wait(turn_come, tiles & 1)
-                grown = gl.load(share, mask=live & grows, other=0.0)
+                    mbarrier.wait(turn_come.index(tiles % 2), (tiles // 2) & 1)
+                grown = _unflat(gl.load(share, mask=(cells >= 0) & grows, other=0.0), s_layout)
                 mbarrier.wait(ds_full, tiles & 1)
                 grown = warpgroup_mma(ds_ring.index(0).permute((1, 0)), k_low, grown, is_async=True)
                 grown = warpgroup_mma(ds_ring.index(1).permute((1, 0)), k_high, grown, is_async=True)
@@ -245,11 +309,12 @@ def consume_fused(
                 mbarrier.arrive(q_empty.index(q_slot), count=1)
                 mbarrier.arrive(g_empty.index(g_slot), count=1)
                 if final:
-                    gl.store(out + first * H * D + out_cells, (grown * factor).to(dtype), mask=live)
+                    gl.store(out + first * H * D + out_cells, _runs((grown * factor).to(dtype)),
+                             mask=out_row < left - first)
                 else:
-                    gl.store(share, grown, mask=live)
+                    gl.store(share, _flat(grown))
                 if ORDERED:
-                    mbarrier.arrive(turn_over, count=1)
+                    mbarrier.arrive(turn_over.index(tiles % 2), count=1)
                 tiles += 1
             # Nobody else reads these rows of V; those of K once the other warpgroup has made its half of dq.
             v_mine.store((dv * v_factor).to(dtype))
@@ -306,10 +371,11 @@ def fused(
     for i in gl.static_range(KV_STAGES):
         mbarrier.init(kv_full.index(i), count=1)
         mbarrier.init(kv_empty.index(i), count=2)
-    turn_come = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    turn_over = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(turn_come, count=1)
-    mbarrier.init(turn_over, count=2)
+    turn_come = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    turn_over = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(turn_come.index(i), count=1)
+        mbarrier.init(turn_over.index(i), count=2)
     mbarrier.init(ds_full, count=2)
     mbarrier.init(ds_empty, count=2)
     if ORDERED:

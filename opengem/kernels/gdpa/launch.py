@@ -13,7 +13,7 @@ from opengem.kernels.launch import aligned, launch, multiprocessors
 NARROW = 64  # most queries a sample may have for the narrow kernels
 CHUNK = 2048  # keys one narrow program walks over; fixed, so that a sample's sums never depend on the batch
 Q_TILE = 128  # query rows of wide_fwd and wide_dq
-DEALT = 32  # samples a program of deal_tiles lists
+DEALT = 8  # samples a program of deal_tiles lists
 
 # padded head dimension -> (BM, BN, warps, stages)
 FWD = {32: (128, 128, 8, 3), 64: (128, 128, 8, 3), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)}
@@ -26,17 +26,15 @@ HEAD_DIMS = (32, 64, 96, 128, 256)
 
 GLUON_HEAD_DIMS = (64, 128)
 FOLDED = ("gelu_tanh", "silu")  # the factor of the scores moves to the sums; in fp16 it guards their range
-GLUON_KEYS = 128  # key rows of a tile
-GLUON_STAGES = 2  # of queries, of keys and of values; two tiles of keys can stay for a whole sample
 GLUON_DQ = (128, 2)  # key rows of a tile, stages
 GLUON_DKDV = (64, 3)  # query rows of a tile, stages
 RESIDENT_KEYS = 256  # as many stay in shared memory for a whole sample
-OLD = False
-LONG = (128, 2, False, False)  # key rows of a tile, stages, whether queries are held in registers
-SHORT = (64, 4, True, False)
-FUSED_KEYS = 1 << 30  # most keys a sample may have for the backward in one kernel
+# key rows of a tile, stages, whether the warpgroups take turns at the matrix unit
+STREAM = (128, 2, True)
+RESIDENT, RESIDENT_SHORT = (128, 2, False), (64, 4, False)
 FUSED_TILE = 128  # key rows of a tile
-ORDERED_KEYS = 1 << 30  # with more keys a sample's key tiles are dealt to several blocks, which take turns at dq
+OWNER_KEYS = 256  # most keys a sample may have for the backward in which one block owns it
+TURNS_KEYS = 257  # fewest (upper bound of) keys for the backward in which key tiles take turns at dq
 FUSED_STAGES = (3, 2)  # tiles of queries, of output gradients
 
 
@@ -78,7 +76,7 @@ def forward(
     if not plan.batch or not max_kv or not max_q:
         return q.new_zeros(plan.rows, *q.shape[1:])
     if gluon and _gluon_fits(q, k, plan):
-        return _gluon_forward(q, k, v, q_offsets, schedule, plan, max_kv, activation, scale)
+        return _gluon_forward(q, k, v, q_offsets, schedule, plan, max_q, max_kv, activation, scale)
     q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
     act = activation, q.is_cuda
@@ -109,7 +107,7 @@ def _narrow_forward(q, k, v, q_offsets, kv_offsets, schedule, plan, scale, strid
     return out
 
 
-def _gluon_forward(q, k, v, q_offsets, schedule, plan, max_kv, activation, scale) -> Tensor:
+def _gluon_forward(q, k, v, q_offsets, schedule, plan, max_q, max_kv, activation, scale) -> Tensor:
     from opengem.kernels.gdpa import gluon_sm90
 
     q, k, v = (_tma_ready(x) for x in (q, k, v))
@@ -118,21 +116,13 @@ def _gluon_forward(q, k, v, q_offsets, schedule, plan, max_kv, activation, scale
     blocks = min(multiprocessors(q.device), (plan.batch if resident else plan.q_bound) * plan.heads)
     head_strides = q.stride(1), k.stride(1), v.stride(1)
     start = 4 + 4 * (plan.q_bound + plan.kv_bound) if resident else 4
-    if OLD:
-        launch(
-            gluon_sm90.forward, (blocks, 1, 1), _key(plan, (out.numel() >> 31, *head_strides), q_offsets, schedule, q),
-            (*gluon_sm90.ragged((q, 64), (k, GLUON_KEYS), (v, GLUON_KEYS), (out, 64)), out, q_offsets, schedule, plan.batch,
-             start, out.numel(), scale, plan.heads, *head_strides),
-            (activation, plan.dim, GLUON_KEYS, GLUON_STAGES, GLUON_STAGES, resident))
-        return out
-    from opengem.kernels.gdpa import gluon_sm90_forward
     fold = activation in FOLDED and q.dtype == torch.bfloat16
-    rows, stages, registers, turns = SHORT if resident else LONG
+    rows, stages, turns = STREAM if not resident else RESIDENT if max_q > RESIDENT_KEYS else RESIDENT_SHORT
     launch(
-        gluon_sm90_forward.forward, (blocks, 1, 1), _key(plan, (out.numel() >> 31, *head_strides), q_offsets, schedule, q),
+        gluon_sm90.forward, (blocks, 1, 1), _key(plan, (out.numel() >> 31, *head_strides), q_offsets, schedule, q),
         (*gluon_sm90.ragged((q, 64), (k, rows), (v, rows), (out, 64)), out, q_offsets, schedule, plan.batch,
          start, out.numel(), scale, plan.heads, *head_strides),
-        (activation, plan.dim, rows, stages, 3, resident, fold, registers, turns))
+        (activation, plan.dim, rows, stages, resident, fold, turns))
     return out
 
 
@@ -161,12 +151,13 @@ def _fused_backward(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, max_q,
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     processors = multiprocessors(q.device)
     key_tiles = -(-max_kv // FUSED_TILE)
-    ordered = ORDERED_KEYS < max_kv and key_tiles * plan.heads <= processors
+    ordered = max_kv > OWNER_KEYS
     blocks = min(processors, (plan.kv_bound if ordered else plan.batch) * plan.heads)
     rows = -(-max_q // 64) * 64 if key_tiles > 1 else 0  # sums of dq between two key tiles
     if ordered:
-        scratch = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-        counters = q_offsets.new_zeros((q.shape[0] // 64 + plan.batch) * plan.heads, dtype=torch.int32)
+        tiles = (q.shape[0] // 64 + plan.batch) * plan.heads
+        scratch = torch.empty(tiles, 64, plan.dim, dtype=torch.float32, device=q.device)
+        counters = torch.zeros(tiles, dtype=torch.int32, device=q.device)
     else:
         scratch = counters = torch.empty(blocks, rows, plan.dim, dtype=torch.float32, device=q.device)
     head_strides = q.stride(1), grad.stride(1), k.stride(1), v.stride(1)
@@ -180,6 +171,11 @@ def _fused_backward(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, max_q,
          lists[1] + 4 * plan.batch, dq.numel(), dk.numel(), rows, scale, plan.heads, *head_strides),
         (activation, plan.dim, *FUSED_STAGES, fold, ordered), cooperative=ordered)
     return dq, dk, dv
+
+
+def _turns(plan: Plan, device: torch.device, max_kv: int) -> bool:
+    """Whether all key tiles of a sample run at once, each in a block of its own: they wait for each other."""
+    return max_kv >= TURNS_KEYS and -(-max_kv // FUSED_TILE) * plan.heads <= multiprocessors(device)
 
 
 def _gluon_fits(q: Tensor, k: Tensor, plan: Plan) -> bool:
@@ -203,7 +199,7 @@ def backward(
         return tuple(x.new_zeros(x.shape) for x in (q, k, v))
     if gluon and _gluon_fits(q, k, plan):
         tensors = (*(_tma_ready(x) for x in (grad, q, k, v)), q_offsets, kv_offsets, schedule)
-        if plan.dim == 128 and max_kv <= FUSED_KEYS:
+        if plan.dim == 128 and (max_kv <= OWNER_KEYS or _turns(plan, q.device, max_kv)):
             return _fused_backward(*tensors, plan, max_q, max_kv, activation, scale)
         return _gluon_backward(*tensors, plan, activation, scale)
     grad, q, k, v = (_rows_contiguous(x) for x in (grad, q, k, v))

@@ -104,6 +104,8 @@ def act_value(x, ACT: tl.constexpr, FAST: tl.constexpr):
     return value
 
 
+LOOK = tl.constexpr(1024)  # samples compared at once
+
 # ---- which tiles exist -------------------------------------------------------------------------------------------
 
 
@@ -136,22 +138,22 @@ def _spans(offsets, samples, batch, SEEDS: tl.constexpr):
 
 @triton.jit
 def _deal(
-    rows, other, work, count_ptr, list_ptr, extra_ptr, batch, TILE: tl.constexpr, LEAST: tl.constexpr, ROW_SEEDS: tl.constexpr,
-    OTHER_SEEDS: tl.constexpr, WORK_SEEDS: tl.constexpr, OWN: tl.constexpr, NARROW: tl.constexpr,
-    EXTRA: tl.constexpr,
+    rows, other, work, count_ptr, list_ptr, extra_ptr, batch, TILE: tl.constexpr, LEAST: tl.constexpr,
+    ROW_SEEDS: tl.constexpr, OTHER_SEEDS: tl.constexpr, WORK_SEEDS: tl.constexpr, OWN: tl.constexpr,
+    NARROW: tl.constexpr, EXTRA: tl.constexpr,
 ):
     """List every tile of `rows`, samples with much `work` first, equal ones in order.
 
     A record is (first row, rows left in the sample, first row and length of the sample in `other`), for narrow kernels
-    (first row, rows left, sample, 0). A sample has at least LEAST tiles and starts where the tiles of all samples ahead of it
-    end; each program counts those for OWN samples.
+    (first row, rows left, sample, 0); EXTRA adds (place in the sample, sample) at `extra_ptr`. A sample has at least
+    LEAST tiles and starts where the tiles of all samples ahead of it end; each program counts those for OWN samples.
     """
     samples = tl.program_id(0) * OWN + tl.arange(0, OWN)
     mine = _lengths(work, samples, batch, WORK_SEEDS)
     start = tl.zeros([OWN], tl.int32)
-    total = tl.zeros([128], tl.int32)
-    for first in range(0, batch, 128):
-        others = first + tl.arange(0, 128)
+    total = tl.zeros([LOOK], tl.int32)
+    for first in range(0, batch, LOOK):
+        others = first + tl.arange(0, LOOK)
         theirs = _lengths(work, others, batch, WORK_SEEDS)
         tiles = _tile_counts(rows, others, batch, TILE, LEAST, ROW_SEEDS)
         ahead = (theirs[None, :] > mine[:, None]) | (
