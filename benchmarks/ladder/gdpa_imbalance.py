@@ -2,10 +2,11 @@
 
     python -m benchmarks.ladder.gdpa_imbalance [--out FILE.jsonl] [--processors 132]
 
-Work of a block is the number of pairs of tiles (128 queries by 128 keys) it walks. `padded`: ceil(max / 128) tiles for
-every sample, in the order of the batch, block i to multiprocessor i mod P, as a persistent kernel over a rectangular
-grid does. `chunks`: the same grid cut in P pieces of consecutive tiles. `listed`: only tiles that exist, in the order of
-the batch, round robin. `dealt`: those tiles longest first and zigzag, as `deal_tiles` and the Hopper kernels do.
+Work of a block is the number of pairs of tiles (128 queries by 128 keys) it walks. `padded`: ceil(max / 128) tiles
+for every sample, in the order of the batch, block i to multiprocessor i mod P, as a persistent kernel over a
+rectangular grid does. `chunks`: the same grid cut in P pieces of consecutive tiles. `listed`: only tiles that exist, in
+the order of the batch, round robin. `dealt`: those tiles longest first and zigzag, as `deal_tiles` and the Hopper
+kernels do.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def loads(q: list[int], kv: list[int], heads: int, longest: int, processors: int
     for queries, keys in zip(q, kv, strict=True):
         tiles = -(-queries // TILE)
         each = -(-keys // TILE)
-        work += [each if t < tiles else 0 for t in range(-(-longest // TILE) if padded else tiles) for _ in range(heads)]
+        listed = -(-longest // TILE) if padded else tiles
+        work += [each if t < tiles else 0 for t in range(listed) for _ in range(heads)]
     if order == "dealt":
         work.sort(reverse=True)
     total = [0] * processors

@@ -86,8 +86,9 @@ def main() -> int:
         for seed in options.seeds:
             for kind in KINDS:
                 file = Path(folder) / f"{kind}{seed}.json"
-                command = [sys.executable, __file__, "--out", str(file), "--data", str(data), "--child", kind, str(seed),
-                           "--steps", str(shape[0]), "--batch-size", str(shape[1]), "--recipe", options.recipe]
+                command = [sys.executable, __file__, "--out", str(file), "--data", str(data), "--child", kind,
+                           str(seed), "--steps", str(shape[0]), "--batch-size", str(shape[1]),
+                           "--recipe", options.recipe]
                 children[kind, seed] = subprocess.Popen(command), file
         failed = [key for key, (child, _) in children.items() if child.wait()]
         if failed:

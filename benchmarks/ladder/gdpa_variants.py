@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -28,19 +29,15 @@ FORWARD = {
     "poly": ({"FOLDED": ()}, "gelu_poly"),
 }
 BACKWARD = {
-    "split": ({"OWNER_KEYS": 0, "TURNS_KEYS": 1 << 30}, None),
+    "split": ({"OWNER_KEYS": 0}, None),
     "owner": ({"OWNER_KEYS": 1 << 30}, None),
-    "turns": ({"OWNER_KEYS": 128, "TURNS_KEYS": 0}, None),
+    "owner_unfolded": ({"OWNER_KEYS": 1 << 30, "FOLDED": ()}, None),
     "owner_identity": ({"OWNER_KEYS": 1 << 30, "FOLDED": ()}, "identity"),
-    "turns_identity": ({"OWNER_KEYS": 128, "TURNS_KEYS": 0, "FOLDED": ()}, "identity"),
     "owner_poly": ({"OWNER_KEYS": 1 << 30, "FOLDED": ()}, "gelu_poly"),
 }
-CASES = {
-    "forward": ("gdpa_self2048_fill1", "gdpa_self2048_fill.5", "gdpa_self1024_fill.5", "gdpa_self512_fill.5",
-                "gdpa_self256_fill.5", "gdpa_cross256x256_fill.5", "gdpa_cross512x256_fill.5",
-                "gdpa_cross1024x256_fill.5", "gdpa_cross2048x256_fill.5"),
-}
-CASES["backward"] = CASES["forward"]
+CASES = ("gdpa_self2048_fill1", "gdpa_self2048_fill.5", "gdpa_self1024_fill.5", "gdpa_self512_fill.5",
+         "gdpa_self256_fill.5", "gdpa_cross256x256_fill.5", "gdpa_cross512x256_fill.5", "gdpa_cross1024x256_fill.5",
+         "gdpa_cross2048x256_fill.5")
 
 
 def emit(out: str, row: dict) -> None:
@@ -54,7 +51,7 @@ def apply(settings: dict, activation: str | None) -> None:
 
     if not hasattr(launch, "plain"):
         launch.plain = launch.launch
-        names = ("OWNER_KEYS", "TURNS_KEYS", "FOLDED", "STREAM", "RESIDENT", "RESIDENT_SHORT")
+        names = ("OWNER_KEYS", "FOLDED", "STREAM", "RESIDENT", "RESIDENT_SHORT")
         launch.first = {name: getattr(launch, name) for name in names}
     for name, value in (launch.first | settings).items():
         setattr(launch, name, value)
@@ -123,30 +120,35 @@ def times(plan: str, names: list[str], out: str) -> None:
     table = FORWARD if plan == "forward" else BACKWARD
     emit(out, run.ceilings(device))
     with backend.force("gluon"):
-        for case in [c for c in cases() if c.name in CASES[plan]]:
+        for case in [c for c in cases() if c.name in CASES]:
             inputs = case.make(device, 0)
-            leaves = [x for x in inputs if x.requires_grad]
             for name in names:
                 apply(*table[name])
+                row = {"variant": name, "plan": plan, "case": case.name}
                 try:
-                    result = case.ours(*inputs)
-                    if plan == "forward":
-                        with torch.no_grad():
-                            ms, spread = run.timed(lambda: case.ours(*inputs))  # noqa: B023
-                            ghz = clock(lambda: case.ours(*inputs))  # noqa: B023
-                        flops, moved = case.fwd_flops, case.fwd_bytes
-                    else:
-                        grad = torch.randn_like(result)
-                        ms, spread = run.timed(
-                            lambda: torch.autograd.grad(result, leaves, grad, retain_graph=True))  # noqa: B023
-                        ghz = clock(lambda: torch.autograd.grad(result, leaves, grad, retain_graph=True))  # noqa: B023
-                        flops, moved = case.bwd_flops, case.bwd_bytes
-                    emit(out, {"variant": name, "plan": plan, "case": case.name, "ms": ms, "spread": spread,
-                               "tflops": flops / ms / 1e9, "gbs": moved / ms / 1e6, "ghz": ghz})
-                except Exception as problem:  # noqa: BLE001
-                    emit(out, {"variant": name, "case": case.name, "error": str(problem)[:300]})
-            del inputs, leaves
+                    emit(out, row | time_one(plan, case, inputs))
+                except Exception as problem:  # noqa: BLE001  one variant must not hide the others
+                    emit(out, row | {"error": str(problem)[:300]})
+            del inputs
             torch.cuda.empty_cache()
+
+
+def time_one(plan: str, case, inputs: tuple) -> dict:
+    import torch
+
+    from benchmarks import run
+
+    result = case.ours(*inputs)
+    if plan == "forward":
+        work, flops, moved = partial(case.ours, *inputs), case.fwd_flops, case.fwd_bytes
+    else:
+        leaves = [x for x in inputs if x.requires_grad]
+        work = partial(torch.autograd.grad, result, leaves, torch.randn_like(result), retain_graph=True)
+        flops, moved = case.bwd_flops, case.bwd_bytes
+    with torch.set_grad_enabled(plan != "forward"):
+        ms, spread = run.timed(work)
+        ghz = clock(work)
+    return {"ms": ms, "spread": spread, "tflops": flops / ms / 1e9, "gbs": moved / ms / 1e6, "ghz": ghz}
 
 
 def pipes(out: str) -> None:
@@ -164,33 +166,25 @@ def pipes(out: str) -> None:
         tl.store(x_ptr + at, x)
 
     kinds = {
-        "fma": "fma.rn.f32 $0, $1, $1, $1;", "ex2": "ex2.approx.ftz.f32 $0, $1;", "rcp": "rcp.approx.ftz.f32 $0, $1;",
-        "tanh": "tanh.approx.f32 $0, $1;", "tanh_f16x2": "tanh.approx.f16x2 $0, $1;",
-        "tanh_bf16x2": "tanh.approx.bf16x2 $0, $1;", "tanh_f16": "{.reg .b16 a,b; mov.b32 {a,b}, $1; tanh.approx.f16 a, a; mov.b32 $0, {a,b};}",
-        "min": "min.f32 $0, $1, 0f3F000000;", "mul": "mul.f32 $0, $1, 0f3F7FFFFF;",
+        "fma": "fma.rn.f32 $0, $1, $1, $1;", "mul": "mul.f32 $0, $1, 0f3F7FFFFF;", "min": "min.f32 $0, $1, 0f3F000000;",
+        "ex2": "ex2.approx.ftz.f32 $0, $1;", "tanh": "tanh.approx.f32 $0, $1;",
+        "tanh_f16x2": "tanh.approx.f16x2 $0, $1;", "tanh_bf16x2": "tanh.approx.bf16x2 $0, $1;",
         "fma_bf16x2": "fma.rn.bf16x2 $0, $1, $1, $1;", "cvt_bf16x2": "cvt.rn.bf16x2.f32 $0, $1, $1;",
     }
     x = torch.rand(2048, device="cuda")
-    rates = {}
+    times = {}
     for name, asm in kinds.items():
-        packed = name.endswith("x2") or name == "tanh_f16"
-        constraints = "=r,f" if name == "cvt_bf16x2" else "=r,r" if packed else "=f,f"
-        try:
-            def go():
-                spin[(132 * 4,)](x, asm, constraints, 2000, num_warps=4)
-            go()
-            torch.cuda.synchronize()
+        constraints = "=r,f" if name == "cvt_bf16x2" else "=r,r" if name.endswith("x2") else "=f,f"
+        for repeats in (1, 3):  # compile, then time
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
-            for _ in range(3):
-                go()
+            for _ in range(repeats):
+                spin[(132 * 4,)](x, asm, constraints, 2000, num_warps=4)
             end.record()
             torch.cuda.synchronize()
-            rates[name] = begin.elapsed_time(end) / 3
-        except Exception as problem:  # noqa: BLE001
-            emit(out, {"pipe": name, "error": str(problem)[-300:]})
-    for name, ms in rates.items():
-        emit(out, {"pipe": name, "ms": ms, "instructions_a_clock": 128 * rates["fma"] / ms})
+        times[name] = begin.elapsed_time(end) / 3
+    for name, ms in times.items():
+        emit(out, {"pipe": name, "ms": ms, "instructions_a_clock": 128 * times["fma"] / ms})
 
 
 def main() -> int:

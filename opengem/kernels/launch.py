@@ -11,18 +11,17 @@ _compiled: dict[tuple, tuple] = {}  # (compiled, kernel): an id stays that of on
 
 
 def launch(kernel, grid: tuple[int, int, int], key: Hashable, arguments: tuple, constants: tuple, warps: int = 4,
-           stages: int = 3, cooperative: bool = False) -> None:
+           stages: int = 3) -> None:
     """`kernel[grid](*arguments, *constants)`, quickly from the second call with an equal `key` on.
 
     `key` tells apart what Triton specialises on: the device, dtypes, alignment of pointers and those integers (strides)
-    that are not `do_not_specialize`. None takes the slow way. cooperative: all blocks run at once, or none.
+    that are not `do_not_specialize`. None takes the slow way.
     """
-    place = id(kernel), key, constants, warps, stages, cooperative
+    place = id(kernel), key, constants, warps, stages
     if place in _compiled:
         _compiled[place][0][grid](*arguments, *constants)
         return
-    compiled = kernel[grid](*arguments, *constants, num_warps=warps, num_stages=stages,
-                            **({"launch_cooperative_grid": True} if cooperative else {}))
+    compiled = kernel[grid](*arguments, *constants, num_warps=warps, num_stages=stages)
     if key is not None and compiled is not None:  # Triton's interpreter compiles nothing
         _compiled[place] = compiled, kernel
 

@@ -33,7 +33,9 @@ TANH_AB = gl.constexpr(shared.TANH_AB.value)
 @gluon.jit
 def weigh(s, scale, ACT: gl.constexpr, FOLD: gl.constexpr):
     """(value, slope) of scores s before scaling; with FOLD both still lack their factor scale / 2 and 1 / 2."""
-    if FOLD:
+    if ACT == "none":
+        return s, gl.full_like(s, 1.0)
+    elif FOLD:
         u = s * s
         if ACT == "silu":
             bend = 0.5 * scale
@@ -49,142 +51,16 @@ def weigh(s, scale, ACT: gl.constexpr, FOLD: gl.constexpr):
 
 
 @gluon.jit
-def _item(schedule, extra, turn, count, H, ORDERED: gl.constexpr):
-    """(head, first query row, queries, first key row, keys from there, key tile, key tiles of the sample, sample)."""
-    if ORDERED:
-        item = turn * gl.num_programs(0) + gl.program_id(0)  # the tiles of a sample go to different blocks
-        entry = schedule + 4 * (item // H)
-        more = extra + 2 * (item // H)
-        left = gl.load(entry + 1)
-        tile = gl.load(more)
-        return (item % H, gl.load(entry + 2), gl.load(entry + 3), gl.load(entry), left, tile,
-                tile + gl.maximum((left + 2 * ROWS - 1) // (2 * ROWS), 1), gl.load(more + 1))
-    else:
-        head, row, left, begin, length = _record(schedule, turn, H)
-        return head, row, left, begin, length, 0, 1, 0
-
-
-@gluon.jit
-def _items(count, H, ORDERED: gl.constexpr):
-    if ORDERED:
-        blocks = gl.num_programs(0)
-        return (count * H - gl.program_id(0) + blocks - 1) // blocks
-    else:
-        return _rounds(count * H)
-
-
-@gluon.jit
-def _first_tile(tile, key_tiles, q_tiles):
-    """The query tile that key tile `tile` starts with: key tiles are spread evenly over the round of query tiles."""
-    return tile * q_tiles // key_tiles
-
-
-@gluon.jit
-def _rank(q_tile, tile, key_tiles, q_tiles):
-    """How many key tiles add to this query tile before this one does: they come by from the nearest start backwards."""
-    nearest = ((q_tile + 1) * key_tiles - 1) // q_tiles
-    return (nearest - tile + key_tiles) % key_tiles
-
-
-@gluon.jit
-def _flat(x):
-    """A [64, 64] product as [4096] in the order in which threads hold it: 16 bytes a thread, 512 a warp, no exchange."""
-    x = gl.reshape(x, [4, 2, 8, 8, 4, 2])  # warp, row of two, lane row; column of eight, lane column, column of two
-    return gl.reshape(gl.permute(x, (0, 3, 2, 4, 1, 5)), [4096])
-
-
-@gluon.jit
-def _unflat(x, layout: gl.constexpr):
-    x = gl.permute(gl.reshape(x, [4, 8, 8, 4, 2, 2]), (0, 4, 2, 1, 3, 5))
-    return gl.convert_layout(gl.reshape(x, [64, 64]), layout, assert_trivial=True)
-
-
-QUAD = gl.constexpr("""
-{
-    .reg .pred odd, high;
-    .reg .b32 lane, a, b, c, d;
-    mov.u32 lane, %laneid;
-    and.b32 a, lane, 1;
-    setp.ne.u32 odd, a, 0;
-    and.b32 a, lane, 2;
-    setp.ne.u32 high, a, 0;
-    selp.b32 a, $4, $5, odd;
-    selp.b32 b, $6, $7, odd;
-    shfl.sync.bfly.b32 a, a, 1, 31, -1;
-    shfl.sync.bfly.b32 b, b, 1, 31, -1;
-    selp.b32 c, a, $4, odd;
-    selp.b32 a, $5, a, odd;
-    selp.b32 d, b, $6, odd;
-    selp.b32 b, $7, b, odd;
-    selp.b32 lane, c, d, high;
-    shfl.sync.bfly.b32 lane, lane, 2, 31, -1;
-    selp.b32 $0, lane, c, high;
-    selp.b32 $2, d, lane, high;
-    selp.b32 lane, a, b, high;
-    shfl.sync.bfly.b32 lane, lane, 2, 31, -1;
-    selp.b32 $1, lane, a, high;
-    selp.b32 $3, b, lane, high;
-}
-""")
-
-
-@gluon.jit
-def _runs(x):
-    """A [64, 64] product in 16 bit as [128, 32] half rows in which a thread holds 8 neighbours: the four lanes that share
-    a row exchange what they hold of four runs. Half row i is row i // 32 * 16 + i // 16 % 2 * 8 + i % 8, half
-    i // 8 % 2."""
-    x = gl.reshape(x, [4, 2, 8, 2, 4, 4, 2])  # warp, row of two, lane row; half, run, lane column, column of two
-    in_order: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [16, 0]], lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[32, 0], [64, 0]], block_bases=[], shape=[128, 32])
-    x = gl.convert_layout(gl.reshape(gl.permute(x, (0, 1, 3, 2, 5, 4, 6)), [128, 32]), in_order)
-    return gl.inline_asm_elementwise(QUAD, "=&r,=&r,=&r,=&r,r,r,r,r", [x], dtype=x.dtype, is_pure=False, pack=8)
-
-
-@gluon.jit
-def take_turns(schedule, extra, counters, count, H, turn_come, turn_over):
-    """Says when the key tiles that come first have added to a query tile, and tells the next one. Telling never waits
-    for a turn, so that some tile can always go on."""
-    steps = 0
-    before = counters
-    for turn in range(0, _items(count, H, True)):
-        head, row, left, begin, length, tile, key_tiles, sample = _item(schedule, extra, turn, count, H, True)
-        q_tiles = (gl.maximum(left, 1) + ROWS - 1) // ROWS
-        start = _first_tile(tile, key_tiles, q_tiles)
-        mine = counters + (row // ROWS + sample) * H + head
-        for step in range(0, q_tiles):
-            at = (start + step) % q_tiles
-            rank = _rank(at, tile, key_tiles, q_tiles)
-            counter = mine + at * H
-            added = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
-            early = added >= rank
-            mbarrier.arrive(turn_come.index(steps % 2), count=1, pred=early)
-            if steps > 0:
-                mbarrier.wait(turn_over.index((steps - 1) % 2), ((steps - 1) // 2) & 1)
-                gl.atomic_add(before, 1, sem="release", scope="gpu")
-            while added < rank:
-                added = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
-            mbarrier.arrive(turn_come.index(steps % 2), count=1, pred=early == 0)
-            before = counter
-            steps += 1
-    if steps > 0:
-        mbarrier.wait(turn_over.index((steps - 1) % 2), ((steps - 1) // 2) & 1)
-        gl.atomic_add(before, 1, sem="release", scope="gpu")
-
-
-@gluon.jit
 def produce_fused(
-    q_desc, g_desc, k_desc, v_desc, schedule, extra, count, H, q_head, g_head, k_head, v_head, q_ring, g_ring, k_ring, v_ring,
+    q_desc, g_desc, k_desc, v_desc, schedule, count, H, q_head, g_head, k_head, v_head, q_ring, g_ring, k_ring, v_ring,
     q_full, q_empty, g_full, g_empty, kv_full, kv_empty, Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr,
-    KV_STAGES: gl.constexpr, ORDERED: gl.constexpr):
+    KV_STAGES: gl.constexpr):
     loads = 0
     kv_loads = 0
-    for turn in range(0, _items(count, H, ORDERED)):
-        head, row, left, begin, length, tile, key_tiles, sample = _item(schedule, extra, turn, count, H, ORDERED)
+    for turn in range(0, _rounds(count * H)):
+        head, row, left, begin, length = _record(schedule, turn, H)
         q_tiles = (gl.maximum(left, 1) + ROWS - 1) // ROWS
-        q_start = _first_tile(tile, key_tiles, q_tiles)
-        keys = gl.minimum(length, 2 * ROWS) if ORDERED else length
-        for start in range(0, gl.maximum(keys, 1), 2 * ROWS):
+        for start in range(0, gl.maximum(length, 1), 2 * ROWS):
             place = kv_loads % KV_STAGES
             mbarrier.wait(kv_empty.index(place), ((kv_loads // KV_STAGES) & 1) ^ 1)
             mbarrier.expect(kv_full.index(place), 4 * k_desc.block_type.nbytes)
@@ -196,7 +72,7 @@ def produce_fused(
                            v_ring.index(at))
             kv_loads += 1
             for step in range(0, q_tiles):
-                first = (q_start + step) % q_tiles * ROWS if ORDERED else step * ROWS
+                first = step * ROWS
                 slot = loads % Q_STAGES
                 mbarrier.wait(q_empty.index(slot), ((loads // Q_STAGES) & 1) ^ 1)
                 mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
@@ -210,10 +86,9 @@ def produce_fused(
 
 @gluon.jit
 def consume_fused(
-    dq, scratch, dk_desc, dv_desc, schedule, extra, count, H, scale, q_ring, g_ring, k_ring, v_ring, ds_ring, q_full, q_empty,
-    g_full, g_empty, kv_full, kv_empty, ds_full, ds_empty, turn_come, turn_over, HALF: gl.constexpr,
-    Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr, KV_STAGES: gl.constexpr, D: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr,
-    ORDERED: gl.constexpr):
+    dq, scratch, dk_desc, dv_desc, schedule, count, H, scale, q_ring, g_ring, k_ring, v_ring, ds_ring, q_full, q_empty,
+    g_full, g_empty, kv_full, kv_empty, ds_full, ds_empty, HALF: gl.constexpr, Q_STAGES: gl.constexpr,
+    G_STAGES: gl.constexpr, KV_STAGES: gl.constexpr, D: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr):
     dtype: gl.constexpr = q_ring.dtype
     PANEL: gl.constexpr = D // 2  # columns of dq that this warpgroup makes: one swizzled panel of a tile
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
@@ -224,16 +99,13 @@ def consume_fused(
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
     factor = 0.5 * scale if FOLD else scale
     v_factor = 0.5 * scale if FOLD else 1.0
-    spread = _flat(gl.zeros([ROWS, PANEL], gl.float32, s_layout))
-    cells = gl.arange(0, ROWS * PANEL, spread.type.layout) + HALF * ROWS * PANEL
-    runs = _runs(gl.zeros([ROWS, PANEL], dtype, s_layout))
-    run = gl.arange(0, 2 * ROWS, gl.SliceLayout(1, runs.type.layout))[:, None]
-    out_row = run // 32 * 16 + run // 16 % 2 * 8 + run % 8
-    out_cells = (out_row * (H * D) + run // 8 % 2 * 32 + HALF * PANEL
-                 + gl.arange(0, PANEL // 2, gl.SliceLayout(0, runs.type.layout))[None, :])
+    cell_row = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))[:, None]
+    cell_column = gl.arange(0, PANEL, gl.SliceLayout(0, s_layout))[None, :] + HALF * PANEL
+    cells = cell_row * D + cell_column
+    out_cells = cell_row * (H * D) + cell_column
     tiles = 0
     kv = 0
-    rounds = _items(count, H, ORDERED)
+    rounds = _rounds(count * H)
     mbarrier.wait(kv_full.index(0), 0, pred=rounds > 0)
     mbarrier.wait(q_full.index(0), 0, pred=rounds > 0)
     s = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
@@ -242,25 +114,22 @@ def consume_fused(
                       is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     for turn in tl.range(0, rounds, disable_licm=True):
-        head, row, left, begin, length, tile, key_tiles, sample = _item(schedule, extra, turn, count, H, ORDERED)
+        head, row, left, begin, length = _record(schedule, turn, H)
         q_tiles = (gl.maximum(left, 1) + ROWS - 1) // ROWS
-        q_start = _first_tile(tile, key_tiles, q_tiles)
         at_row = row.to(gl.int64) * H * D + head * D
         out = dq + at_row
-        mine = scratch + ((row // ROWS + sample) * H + head).to(gl.int64) * (ROWS * D)
-        keys = gl.minimum(length, 2 * ROWS) if ORDERED else length
-        for start in tl.range(0, gl.maximum(keys, 1), 2 * ROWS, disable_licm=True):
+        for start in tl.range(0, gl.maximum(length, 1), 2 * ROWS, disable_licm=True):
             place = kv % KV_STAGES
             v_mine = v_ring.index(2 * place + HALF)._reinterpret(dtype, [ROWS, D], tile_layout)
             k_low = k_ring.index(2 * place)._reinterpret(dtype, [2, ROWS, PANEL], panel_layout).index(HALF)
             k_high = k_ring.index(2 * place + 1)._reinterpret(dtype, [2, ROWS, PANEL], panel_layout).index(HALF)
             grows = start > 0
-            final = start + 2 * ROWS >= keys
-            more = (turn + 1 < rounds) | (start + 2 * ROWS < keys)
+            final = start + 2 * ROWS >= length
+            more = (turn + 1 < rounds) | (start + 2 * ROWS < length)
             dk = gl.zeros([ROWS, D], gl.float32, o_layout)
             dv = gl.zeros([ROWS, D], gl.float32, o_layout)
             for step in tl.range(0, q_tiles, disable_licm=True):
-                first = (q_start + step) % q_tiles * ROWS if ORDERED else step * ROWS
+                first = step * ROWS
                 q_slot = tiles % Q_STAGES
                 g_slot = tiles % G_STAGES
                 q = q_ring.index(q_slot)._reinterpret(dtype, [ROWS, D], tile_layout)
@@ -291,16 +160,9 @@ def consume_fused(
                     k_ring.index(2 * place_ahead + HALF)._reinterpret(dtype, [ROWS, D], tile_layout),
                     q_ring.index(ahead)._reinterpret(dtype, [ROWS, D], tile_layout).permute((1, 0)), s,
                     use_acc=False, is_async=True)
-                if ORDERED:
-                    rank = _rank(first // ROWS, tile, key_tiles, q_tiles)
-                    grows = rank > 0
-                    final = rank + 1 == key_tiles
-                    share = mine + first * H * D + cells
-                else:
-                    share = scratch + first * D + cells
-                if ORDERED:
-                    mbarrier.wait(turn_come.index(tiles % 2), (tiles // 2) & 1)
-                grown = _unflat(gl.load(share, mask=(cells >= 0) & grows, other=0.0), s_layout)
+                share = scratch + first * D + cells
+                live = cell_row < left - first
+                grown = gl.load(share, mask=live & grows, other=0.0)
                 mbarrier.wait(ds_full, tiles & 1)
                 grown = warpgroup_mma(ds_ring.index(0).permute((1, 0)), k_low, grown, is_async=True)
                 grown = warpgroup_mma(ds_ring.index(1).permute((1, 0)), k_high, grown, is_async=True)
@@ -309,12 +171,9 @@ def consume_fused(
                 mbarrier.arrive(q_empty.index(q_slot), count=1)
                 mbarrier.arrive(g_empty.index(g_slot), count=1)
                 if final:
-                    gl.store(out + first * H * D + out_cells, _runs((grown * factor).to(dtype)),
-                             mask=out_row < left - first)
+                    gl.store(out + first * H * D + out_cells, (grown * factor).to(dtype), mask=live)
                 else:
-                    gl.store(share, _flat(grown))
-                if ORDERED:
-                    mbarrier.arrive(turn_over.index(tiles % 2), count=1)
+                    gl.store(share, grown, mask=live)
                 tiles += 1
             # Nobody else reads these rows of V; those of K once the other warpgroup has made its half of dq.
             v_mine.store((dv * v_factor).to(dtype))
@@ -332,22 +191,20 @@ def consume_fused(
             kv += 1
 
 
-@gluon.jit(do_not_specialize=["batch", "list_start", "extra_start", "q_elements", "kv_elements", "scratch_rows"])
+@gluon.jit(do_not_specialize=["batch", "list_start", "q_elements", "kv_elements", "scratch_rows"])
 def fused(
-    q_desc, g_desc, k_desc, v_desc, dk_desc, dv_desc, dq, dk, dv, scratch, counters, q_offsets, kv_offsets, schedule,
-    batch, list_start, extra_start, q_elements, kv_elements, scratch_rows, scale, H, q_head, g_head, k_head, v_head,
-    ACT: gl.constexpr, D: gl.constexpr, Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr, FOLD: gl.constexpr,
-    ORDERED: gl.constexpr):
+    q_desc, g_desc, k_desc, v_desc, dk_desc, dv_desc, dq, dk, dv, scratch, q_offsets, kv_offsets, schedule,
+    batch, list_start, q_elements, kv_elements, scratch_rows, scale, H, q_head, g_head, k_head, v_head,
+    ACT: gl.constexpr, D: gl.constexpr, Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr, FOLD: gl.constexpr):
     """dq [Tq, H, D], dk and dv [Tkv, H, D] contiguous; scratch fp32 [blocks, scratch_rows, D]. One block an SM."""
     KV_STAGES: gl.constexpr = 2  # the next keys are multiplied before the sums of these have left
     _zero_rows(dq, gl.load(q_offsets + batch).to(gl.int64) * H * D, q_elements, 1024)
     kv_end = gl.load(kv_offsets + batch).to(gl.int64) * H * D
     _zero_rows(dk, kv_end, kv_elements, 1024)
     _zero_rows(dv, kv_end, kv_elements, 1024)
-    count = gl.load(schedule + 1) if ORDERED else gl.load(schedule + 2)
+    count = gl.load(schedule + 2)
     items = schedule + list_start
-    extra = schedule + extra_start
-    sums = scratch if ORDERED else scratch + gl.program_id(0).to(gl.int64) * scratch_rows * D
+    sums = scratch + gl.program_id(0).to(gl.int64) * scratch_rows * D
     q_ring = gl.allocate_shared_memory(q_desc.dtype, [Q_STAGES] + q_desc.block_type.shape, q_desc.layout)
     g_ring = gl.allocate_shared_memory(g_desc.dtype, [G_STAGES] + g_desc.block_type.shape, g_desc.layout)
     k_ring = gl.allocate_shared_memory(k_desc.dtype, [2 * KV_STAGES] + k_desc.block_type.shape, k_desc.layout)
@@ -371,35 +228,16 @@ def fused(
     for i in gl.static_range(KV_STAGES):
         mbarrier.init(kv_full.index(i), count=1)
         mbarrier.init(kv_empty.index(i), count=2)
-    turn_come = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    turn_over = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(turn_come.index(i), count=1)
-        mbarrier.init(turn_over.index(i), count=2)
     mbarrier.init(ds_full, count=2)
     mbarrier.init(ds_empty, count=2)
-    if ORDERED:
-        gl.warp_specialize([
-            (consume_fused, (dq, sums, dk_desc, dv_desc, items, extra, count, H, scale, q_ring, g_ring, k_ring, v_ring, ds_ring,
-                             q_full, q_empty, g_full, g_empty, kv_full, kv_empty, ds_full, ds_empty, turn_come, turn_over, 0, Q_STAGES,
-                             G_STAGES, KV_STAGES, D, ACT, FOLD, ORDERED)),
-            (consume_fused, (dq, sums, dk_desc, dv_desc, items, extra, count, H, scale, q_ring, g_ring, k_ring, v_ring, ds_ring,
-                             q_full, q_empty, g_full, g_empty, kv_full, kv_empty, ds_full, ds_empty, turn_come, turn_over, 1, Q_STAGES,
-                             G_STAGES, KV_STAGES, D, ACT, FOLD, ORDERED)),
-            (produce_fused, (q_desc, g_desc, k_desc, v_desc, items, extra, count, H, q_head, g_head, k_head, v_head, q_ring,
-                             g_ring, k_ring, v_ring, q_full, q_empty, g_full, g_empty, kv_full, kv_empty, Q_STAGES,
-                             G_STAGES, KV_STAGES, ORDERED)),
-            (take_turns, (items, extra, counters, count, H, turn_come, turn_over)),
-        ], [4, 1, 1], [240, 24, 24])
-    else:
-        gl.warp_specialize([
-            (consume_fused, (dq, sums, dk_desc, dv_desc, items, extra, count, H, scale, q_ring, g_ring, k_ring, v_ring, ds_ring,
-                             q_full, q_empty, g_full, g_empty, kv_full, kv_empty, ds_full, ds_empty, turn_come, turn_over, 0, Q_STAGES,
-                             G_STAGES, KV_STAGES, D, ACT, FOLD, ORDERED)),
-            (consume_fused, (dq, sums, dk_desc, dv_desc, items, extra, count, H, scale, q_ring, g_ring, k_ring, v_ring, ds_ring,
-                             q_full, q_empty, g_full, g_empty, kv_full, kv_empty, ds_full, ds_empty, turn_come, turn_over, 1, Q_STAGES,
-                             G_STAGES, KV_STAGES, D, ACT, FOLD, ORDERED)),
-            (produce_fused, (q_desc, g_desc, k_desc, v_desc, items, extra, count, H, q_head, g_head, k_head, v_head, q_ring,
-                             g_ring, k_ring, v_ring, q_full, q_empty, g_full, g_empty, kv_full, kv_empty, Q_STAGES,
-                             G_STAGES, KV_STAGES, ORDERED)),
-        ], [4, 1], [240, 24])
+    gl.warp_specialize([
+        (consume_fused, (dq, sums, dk_desc, dv_desc, items, count, H, scale, q_ring, g_ring, k_ring, v_ring, ds_ring,
+                         q_full, q_empty, g_full, g_empty, kv_full, kv_empty, ds_full, ds_empty, 0, Q_STAGES,
+                         G_STAGES, KV_STAGES, D, ACT, FOLD)),
+        (consume_fused, (dq, sums, dk_desc, dv_desc, items, count, H, scale, q_ring, g_ring, k_ring, v_ring, ds_ring,
+                         q_full, q_empty, g_full, g_empty, kv_full, kv_empty, ds_full, ds_empty, 1, Q_STAGES,
+                         G_STAGES, KV_STAGES, D, ACT, FOLD)),
+        (produce_fused, (q_desc, g_desc, k_desc, v_desc, items, count, H, q_head, g_head, k_head, v_head, q_ring,
+                         g_ring, k_ring, v_ring, q_full, q_empty, g_full, g_empty, kv_full, kv_empty, Q_STAGES,
+                         G_STAGES, KV_STAGES)),
+    ], [4, 1], [240, 24])

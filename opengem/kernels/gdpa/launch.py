@@ -13,7 +13,7 @@ from opengem.kernels.launch import aligned, launch, multiprocessors
 NARROW = 64  # most queries a sample may have for the narrow kernels
 CHUNK = 2048  # keys one narrow program walks over; fixed, so that a sample's sums never depend on the batch
 Q_TILE = 128  # query rows of wide_fwd and wide_dq
-DEALT = 8  # samples a program of deal_tiles lists
+DEALT = 32  # samples a program of deal_tiles lists
 
 # padded head dimension -> (BM, BN, warps, stages)
 FWD = {32: (128, 128, 8, 3), 64: (128, 128, 8, 3), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)}
@@ -29,12 +29,11 @@ FOLDED = ("gelu_tanh", "silu")  # the factor of the scores moves to the sums; in
 GLUON_DQ = (128, 2)  # key rows of a tile, stages
 GLUON_DKDV = (64, 3)  # query rows of a tile, stages
 RESIDENT_KEYS = 256  # as many stay in shared memory for a whole sample
-# key rows of a tile, stages, whether the warpgroups take turns at the matrix unit
+# Forward: key rows of a tile, stages, whether the warpgroups take turns at the matrix unit
 STREAM = (128, 2, True)
-RESIDENT, RESIDENT_SHORT = (128, 2, False), (64, 4, False)
-FUSED_TILE = 128  # key rows of a tile
-OWNER_KEYS = 256  # most keys a sample may have for the backward in which one block owns it
-TURNS_KEYS = 257  # fewest (upper bound of) keys for the backward in which key tiles take turns at dq
+RESIDENT, RESIDENT_SHORT = (128, 2, False), (64, 4, False)  # the latter where queries are at most RESIDENT_KEYS too
+OWNER_KEYS = 512  # most keys a sample may have for the backward in one kernel (`gluon_sm90_backward.py`)
+FUSED_KEYS = 128  # key rows of its tiles
 FUSED_STAGES = (3, 2)  # tiles of queries, of output gradients
 
 
@@ -149,33 +148,19 @@ def _fused_backward(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, max_q,
     from opengem.kernels.gdpa import gluon_sm90, gluon_sm90_backward
 
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    processors = multiprocessors(q.device)
-    key_tiles = -(-max_kv // FUSED_TILE)
-    ordered = max_kv > OWNER_KEYS
-    blocks = min(processors, (plan.kv_bound if ordered else plan.batch) * plan.heads)
-    rows = -(-max_q // 64) * 64 if key_tiles > 1 else 0  # sums of dq between two key tiles
-    if ordered:
-        tiles = (q.shape[0] // 64 + plan.batch) * plan.heads
-        scratch = torch.empty(tiles, 64, plan.dim, dtype=torch.float32, device=q.device)
-        counters = torch.zeros(tiles, dtype=torch.int32, device=q.device)
-    else:
-        scratch = counters = torch.empty(blocks, rows, plan.dim, dtype=torch.float32, device=q.device)
+    blocks = min(multiprocessors(q.device), plan.batch * plan.heads)
+    rows = -(-max_q // 64) * 64 if max_kv > FUSED_KEYS else 0  # sums of dq between two key tiles
+    scratch = torch.empty(blocks, rows, plan.dim, dtype=torch.float32, device=q.device)
     head_strides = q.stride(1), grad.stride(1), k.stride(1), v.stride(1)
     boxes = gluon_sm90.ragged(*((x, 64) for x in (q, grad, k, v, dk, dv)))
     fold = activation in FOLDED and q.dtype == torch.bfloat16
-    lists = 4 + 4 * plan.q_bound, 4 + 4 * (plan.q_bound + plan.kv_bound)
     launch(
         gluon_sm90_backward.fused, (blocks, 1, 1),
         _key(plan, (dq.numel() >> 31, dk.numel() >> 31, *head_strides), q_offsets, kv_offsets, schedule, q),
-        (*boxes, dq, dk, dv, scratch, counters, q_offsets, kv_offsets, schedule, plan.batch, lists[not ordered],
-         lists[1] + 4 * plan.batch, dq.numel(), dk.numel(), rows, scale, plan.heads, *head_strides),
-        (activation, plan.dim, *FUSED_STAGES, fold, ordered), cooperative=ordered)
+        (*boxes, dq, dk, dv, scratch, q_offsets, kv_offsets, schedule, plan.batch,
+         4 + 4 * (plan.q_bound + plan.kv_bound), dq.numel(), dk.numel(), rows, scale, plan.heads, *head_strides),
+        (activation, plan.dim, *FUSED_STAGES, fold))
     return dq, dk, dv
-
-
-def _turns(plan: Plan, device: torch.device, max_kv: int) -> bool:
-    """Whether all key tiles of a sample run at once, each in a block of its own: they wait for each other."""
-    return max_kv >= TURNS_KEYS and -(-max_kv // FUSED_TILE) * plan.heads <= multiprocessors(device)
 
 
 def _gluon_fits(q: Tensor, k: Tensor, plan: Plan) -> bool:
@@ -199,7 +184,7 @@ def backward(
         return tuple(x.new_zeros(x.shape) for x in (q, k, v))
     if gluon and _gluon_fits(q, k, plan):
         tensors = (*(_tma_ready(x) for x in (grad, q, k, v)), q_offsets, kv_offsets, schedule)
-        if plan.dim == 128 and (max_kv <= OWNER_KEYS or _turns(plan, q.device, max_kv)):
+        if plan.dim == 128 and max_kv <= OWNER_KEYS:
             return _fused_backward(*tensors, plan, max_q, max_kv, activation, scale)
         return _gluon_backward(*tensors, plan, activation, scale)
     grad, q, k, v = (_rows_contiguous(x) for x in (grad, q, k, v))

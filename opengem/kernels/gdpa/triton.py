@@ -104,8 +104,6 @@ def act_value(x, ACT: tl.constexpr, FAST: tl.constexpr):
     return value
 
 
-LOOK = tl.constexpr(1024)  # samples compared at once
-
 # ---- which tiles exist -------------------------------------------------------------------------------------------
 
 
@@ -138,22 +136,21 @@ def _spans(offsets, samples, batch, SEEDS: tl.constexpr):
 
 @triton.jit
 def _deal(
-    rows, other, work, count_ptr, list_ptr, extra_ptr, batch, TILE: tl.constexpr, LEAST: tl.constexpr,
-    ROW_SEEDS: tl.constexpr, OTHER_SEEDS: tl.constexpr, WORK_SEEDS: tl.constexpr, OWN: tl.constexpr,
-    NARROW: tl.constexpr, EXTRA: tl.constexpr,
+    rows, other, work, count_ptr, list_ptr, batch, TILE: tl.constexpr, LEAST: tl.constexpr, ROW_SEEDS: tl.constexpr,
+    OTHER_SEEDS: tl.constexpr, WORK_SEEDS: tl.constexpr, OWN: tl.constexpr, NARROW: tl.constexpr,
 ):
     """List every tile of `rows`, samples with much `work` first, equal ones in order.
 
     A record is (first row, rows left in the sample, first row and length of the sample in `other`), for narrow kernels
-    (first row, rows left, sample, 0); EXTRA adds (place in the sample, sample) at `extra_ptr`. A sample has at least
-    LEAST tiles and starts where the tiles of all samples ahead of it end; each program counts those for OWN samples.
+    (first row, rows left, sample, 0). A sample has at least LEAST tiles and starts where the tiles of all samples ahead
+    of it end; each program counts those for OWN samples.
     """
     samples = tl.program_id(0) * OWN + tl.arange(0, OWN)
     mine = _lengths(work, samples, batch, WORK_SEEDS)
     start = tl.zeros([OWN], tl.int32)
-    total = tl.zeros([LOOK], tl.int32)
-    for first in range(0, batch, LOOK):
-        others = first + tl.arange(0, LOOK)
+    total = tl.zeros([128], tl.int32)
+    for first in range(0, batch, 128):
+        others = first + tl.arange(0, 128)
         theirs = _lengths(work, others, batch, WORK_SEEDS)
         tiles = _tile_counts(rows, others, batch, TILE, LEAST, ROW_SEEDS)
         ahead = (theirs[None, :] > mine[:, None]) | (
@@ -178,10 +175,6 @@ def _deal(
         tl.store(slot + 1, length[:, None] - t[None, :] * TILE, mask=live)
         tl.store(slot + 2, tl.broadcast_to(third[:, None], (OWN, 16)), mask=live)
         tl.store(slot + 3, tl.broadcast_to(fourth[:, None], (OWN, 16)), mask=live)
-        if EXTRA:
-            more = extra_ptr + 2 * (start[:, None] + t[None, :])
-            tl.store(more, tl.broadcast_to(t[None, :], (OWN, 16)), mask=live)
-            tl.store(more + 1, tl.broadcast_to(samples[:, None], (OWN, 16)), mask=live)
 
 
 @triton.jit(do_not_specialize=["batch", "q_bound", "kv_bound"])
@@ -189,29 +182,23 @@ def deal_tiles(
     q_offsets, kv_offsets, schedule, batch, q_bound, kv_bound, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr,
     SEEDS: tl.constexpr, NARROW: tl.constexpr, OWN: tl.constexpr,
 ):
-    """schedule: int32 [4 + 4 * (q_bound + kv_bound + batch) + 2 * kv_bound]: three counts, records of 4, and of each
-    key tile its place in the sample and the sample.
+    """schedule: int32 [4 + 4 * (q_bound + kv_bound + batch)]: three counts, then records of 4.
 
     Grid (ceil(batch / OWN), 3): query tiles by keys to walk, key tiles by queries to walk, whole samples by queries.
     Narrow kernels use the key tiles only, at least one for each sample.
     """
     kv_list = schedule + 4 + 4 * q_bound
-    whole_list = kv_list + 4 * kv_bound
-    extra = whole_list + 4 * batch
     if NARROW:
         if tl.program_id(1) == 1:
-            _deal(kv_offsets, q_offsets, kv_offsets, schedule + 1, kv_list, extra, batch, KV_TILE, 1, 0, SEEDS, 0, OWN,
-                  True, False)
+            _deal(kv_offsets, q_offsets, kv_offsets, schedule + 1, kv_list, batch, KV_TILE, 1, 0, SEEDS, 0, OWN, NARROW)
     elif tl.program_id(1) == 0:
-        _deal(q_offsets, kv_offsets, kv_offsets, schedule, schedule + 4, extra, batch, Q_TILE, 0, SEEDS, 0, 0, OWN,
-              False, False)
+        _deal(q_offsets, kv_offsets, kv_offsets, schedule, schedule + 4, batch, Q_TILE, 0, SEEDS, 0, 0, OWN, NARROW)
     elif tl.program_id(1) == 1:
-        _deal(kv_offsets, q_offsets, q_offsets, schedule + 1, kv_list, extra, batch, KV_TILE, 1, 0, SEEDS, SEEDS, OWN,
-              False, True)
+        _deal(kv_offsets, q_offsets, q_offsets, schedule + 1, kv_list, batch, KV_TILE, 0, 0, SEEDS, SEEDS, OWN, NARROW)
     else:
         whole: tl.constexpr = 1 << 30
-        _deal(q_offsets, kv_offsets, q_offsets, schedule + 2, whole_list, extra, batch, whole, 1, SEEDS, 0, SEEDS, OWN,
-              False, False)
+        _deal(q_offsets, kv_offsets, q_offsets, schedule + 2, kv_list + 4 * kv_bound, batch, whole, 1, SEEDS, 0, SEEDS,
+              OWN, NARROW)
 
 
 # ---- pieces of every kernel --------------------------------------------------------------------------------------
