@@ -25,10 +25,16 @@ NARROW_BWD = {32: (64, 4, 3), 64: (64, 4, 3), 128: (64, 4, 2), 256: (64, 8, 2)}
 HEAD_DIMS = (32, 64, 96, 128, 256)
 
 GLUON_HEAD_DIMS = (64, 128)
-GLUON_KEYS = 128  # key rows of a tile
-GLUON_STAGES = 2  # of queries, of keys and of values; two tiles of keys can stay for a whole sample
+FOLDED = ("gelu_tanh", "silu")  # the factor of the scores moves to the sums; in fp16 it guards their range
 GLUON_DQ = (128, 2)  # key rows of a tile, stages
 GLUON_DKDV = (64, 3)  # query rows of a tile, stages
+RESIDENT_KEYS = 256  # as many stay in shared memory for a whole sample
+# Forward: key rows of a tile, stages, whether the warpgroups take turns at the matrix unit
+STREAM = (128, 2, True)
+RESIDENT, RESIDENT_SHORT = (128, 2, False), (64, 4, False)  # the latter where queries are at most RESIDENT_KEYS too
+OWNER_KEYS = 512  # most keys a sample may have for the backward in one kernel (`gluon_sm90_backward.py`)
+FUSED_KEYS = 128  # key rows of its tiles
+FUSED_STAGES = (3, 2)  # tiles of queries, of output gradients
 
 
 class Plan(NamedTuple):
@@ -69,7 +75,7 @@ def forward(
     if not plan.batch or not max_kv or not max_q:
         return q.new_zeros(plan.rows, *q.shape[1:])
     if gluon and _gluon_fits(q, k, plan):
-        return _gluon_forward(q, k, v, q_offsets, schedule, plan, max_kv, activation, scale)
+        return _gluon_forward(q, k, v, q_offsets, schedule, plan, max_q, max_kv, activation, scale)
     q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
     act = activation, q.is_cuda
@@ -100,27 +106,28 @@ def _narrow_forward(q, k, v, q_offsets, kv_offsets, schedule, plan, scale, strid
     return out
 
 
-def _gluon_forward(q, k, v, q_offsets, schedule, plan, max_kv, activation, scale) -> Tensor:
+def _gluon_forward(q, k, v, q_offsets, schedule, plan, max_q, max_kv, activation, scale) -> Tensor:
     from opengem.kernels.gdpa import gluon_sm90
 
     q, k, v = (_tma_ready(x) for x in (q, k, v))
     out = q.new_empty(q.shape)
-    resident = max_kv <= GLUON_STAGES * GLUON_KEYS
+    resident = max_kv <= RESIDENT_KEYS
     blocks = min(multiprocessors(q.device), (plan.batch if resident else plan.q_bound) * plan.heads)
     head_strides = q.stride(1), k.stride(1), v.stride(1)
     start = 4 + 4 * (plan.q_bound + plan.kv_bound) if resident else 4
+    fold = activation in FOLDED and q.dtype == torch.bfloat16
+    rows, stages, turns = STREAM if not resident else RESIDENT if max_q > RESIDENT_KEYS else RESIDENT_SHORT
     launch(
         gluon_sm90.forward, (blocks, 1, 1), _key(plan, (out.numel() >> 31, *head_strides), q_offsets, schedule, q),
-        (*gluon_sm90.ragged((q, 64), (k, GLUON_KEYS), (v, GLUON_KEYS), (out, 64)), out, q_offsets, schedule, plan.batch,
+        (*gluon_sm90.ragged((q, 64), (k, rows), (v, rows), (out, 64)), out, q_offsets, schedule, plan.batch,
          start, out.numel(), scale, plan.heads, *head_strides),
-        (activation, plan.dim, GLUON_KEYS, GLUON_STAGES, GLUON_STAGES, resident))
+        (activation, plan.dim, rows, stages, resident, fold, turns))
     return out
 
 
 def _gluon_backward(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, activation, scale):
     from opengem.kernels.gdpa import gluon_sm90
 
-    grad, q, k, v = (_tma_ready(x) for x in (grad, q, k, v))
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     sides = (
         (k, v, q, grad, dk, dv, kv_offsets, plan.kv_bound, 4 + 4 * plan.q_bound, GLUON_DKDV, True),
@@ -134,6 +141,25 @@ def _gluon_backward(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, activa
             (*gluon_sm90.ragged((a1, 64), (a2, 64), (b1, rows), (b2, rows), (o1, 64), (o2, 64)), o1, o2, offsets,
              schedule, plan.batch, list_start, o1.numel(), scale, plan.heads, *head_strides),
             (activation, plan.dim, rows, stages, keys))
+    return dq, dk, dv
+
+
+def _fused_backward(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, max_q, max_kv, activation, scale):
+    from opengem.kernels.gdpa import gluon_sm90, gluon_sm90_backward
+
+    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    blocks = min(multiprocessors(q.device), plan.batch * plan.heads)
+    rows = -(-max_q // 64) * 64 if max_kv > FUSED_KEYS else 0  # sums of dq between two key tiles
+    scratch = torch.empty(blocks, rows, plan.dim, dtype=torch.float32, device=q.device)
+    head_strides = q.stride(1), grad.stride(1), k.stride(1), v.stride(1)
+    boxes = gluon_sm90.ragged(*((x, 64) for x in (q, grad, k, v, dk, dv)))
+    fold = activation in FOLDED and q.dtype == torch.bfloat16
+    launch(
+        gluon_sm90_backward.fused, (blocks, 1, 1),
+        _key(plan, (dq.numel() >> 31, dk.numel() >> 31, *head_strides), q_offsets, kv_offsets, schedule, q),
+        (*boxes, dq, dk, dv, scratch, q_offsets, kv_offsets, schedule, plan.batch,
+         4 + 4 * (plan.q_bound + plan.kv_bound), dq.numel(), dk.numel(), rows, scale, plan.heads, *head_strides),
+        (activation, plan.dim, *FUSED_STAGES, fold))
     return dq, dk, dv
 
 
@@ -157,7 +183,10 @@ def backward(
     if not plan.batch or not max_kv or not max_q:
         return tuple(x.new_zeros(x.shape) for x in (q, k, v))
     if gluon and _gluon_fits(q, k, plan):
-        return _gluon_backward(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, activation, scale)
+        tensors = (*(_tma_ready(x) for x in (grad, q, k, v)), q_offsets, kv_offsets, schedule)
+        if plan.dim == 128 and max_kv <= OWNER_KEYS:
+            return _fused_backward(*tensors, plan, max_q, max_kv, activation, scale)
+        return _gluon_backward(*tensors, plan, activation, scale)
     grad, q, k, v = (_rows_contiguous(x) for x in (grad, q, k, v))
     strides = (*grad.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
     key = _key(plan, strides, q_offsets, kv_offsets, schedule, q, k, v, grad)

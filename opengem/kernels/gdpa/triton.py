@@ -137,13 +137,13 @@ def _spans(offsets, samples, batch, SEEDS: tl.constexpr):
 @triton.jit
 def _deal(
     rows, other, work, count_ptr, list_ptr, batch, TILE: tl.constexpr, LEAST: tl.constexpr, ROW_SEEDS: tl.constexpr,
-    OTHER_SEEDS: tl.constexpr, WORK_SEEDS: tl.constexpr, OWN: tl.constexpr,
+    OTHER_SEEDS: tl.constexpr, WORK_SEEDS: tl.constexpr, OWN: tl.constexpr, NARROW: tl.constexpr,
 ):
     """List every tile of `rows`, samples with much `work` first, equal ones in order.
 
-    A record is (first row, rows left in the sample, first row and length of the sample in `other`); where LEAST is 1
-    (narrow kernels) it is (first row, rows left, sample, 0). A sample starts where the tiles of all samples ahead of it
-    end; each program counts those for OWN samples.
+    A record is (first row, rows left in the sample, first row and length of the sample in `other`), for narrow kernels
+    (first row, rows left, sample, 0). A sample has at least LEAST tiles and starts where the tiles of all samples ahead
+    of it end; each program counts those for OWN samples.
     """
     samples = tl.program_id(0) * OWN + tl.arange(0, OWN)
     mine = _lengths(work, samples, batch, WORK_SEEDS)
@@ -164,7 +164,7 @@ def _deal(
     begin = _spans(rows, samples, batch, ROW_SEEDS)
     length = _lengths(rows, samples, batch, ROW_SEEDS)
     third, fourth = samples, samples * 0
-    if LEAST == 0:
+    if not NARROW:
         third = _spans(other, samples, batch, OTHER_SEEDS)
         fourth = _lengths(other, samples, batch, OTHER_SEEDS)
     for first in range(0, tl.max(tiles, 0), 16):
@@ -190,15 +190,15 @@ def deal_tiles(
     kv_list = schedule + 4 + 4 * q_bound
     if NARROW:
         if tl.program_id(1) == 1:
-            _deal(kv_offsets, q_offsets, kv_offsets, schedule + 1, kv_list, batch, KV_TILE, 1, 0, SEEDS, 0, OWN)
+            _deal(kv_offsets, q_offsets, kv_offsets, schedule + 1, kv_list, batch, KV_TILE, 1, 0, SEEDS, 0, OWN, NARROW)
     elif tl.program_id(1) == 0:
-        _deal(q_offsets, kv_offsets, kv_offsets, schedule, schedule + 4, batch, Q_TILE, 0, SEEDS, 0, 0, OWN)
+        _deal(q_offsets, kv_offsets, kv_offsets, schedule, schedule + 4, batch, Q_TILE, 0, SEEDS, 0, 0, OWN, NARROW)
     elif tl.program_id(1) == 1:
-        _deal(kv_offsets, q_offsets, q_offsets, schedule + 1, kv_list, batch, KV_TILE, 0, 0, SEEDS, SEEDS, OWN)
+        _deal(kv_offsets, q_offsets, q_offsets, schedule + 1, kv_list, batch, KV_TILE, 0, 0, SEEDS, SEEDS, OWN, NARROW)
     else:
         whole: tl.constexpr = 1 << 30
-        _deal(q_offsets, kv_offsets, q_offsets, schedule + 2, kv_list + 4 * kv_bound, batch, whole, 0, SEEDS, 0, SEEDS,
-              OWN)
+        _deal(q_offsets, kv_offsets, q_offsets, schedule + 2, kv_list + 4 * kv_bound, batch, whole, 1, SEEDS, 0, SEEDS,
+              OWN, NARROW)
 
 
 # ---- pieces of every kernel --------------------------------------------------------------------------------------

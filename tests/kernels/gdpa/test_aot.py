@@ -7,8 +7,9 @@ import pytest
 from tests.kernels.aot import assert_on_tensor_cores, compile_all, job
 
 pytest.importorskip("triton")
-TYPES = {"partial": "*fp32", "*offsets": "*i64", "schedule": "*i32", "scale": "fp32", "out_elements": "i64"}
-TYPES |= dict.fromkeys(["batch", "list_start", "*_rows", "*_bound", "*_row", "*_head", "H"], "i32") | {"*": "*bf16"}
+TYPES = {"partial": "*fp32", "scratch": "*fp32", "*offsets": "*i64", "schedule": "*i32",
+         "scale": "fp32", "*_elements": "i64"}
+TYPES |= dict.fromkeys(["batch", "*_start", "*_rows", "*_bound", "*_row", "*_head", "H"], "i32") | {"*": "*bf16"}
 STRIDES = ("*_row", "*_head")
 
 
@@ -28,19 +29,23 @@ def portable(dim: int, capability: int) -> list[dict]:
 
 
 def hopper(dim: int) -> list[dict]:
-    """jobs of the Gluon kernels: the forward with keys that stay for a whole sample, dq, dk and dv."""
+    """jobs of the Gluon kernels: forward, the backward in two kernels (dq; dk and dv), and at 128 the one in one."""
     from opengem.kernels.gdpa import launch
 
-    forward = {"BN": launch.GLUON_KEYS, "STAGES": launch.GLUON_STAGES, "Q_STAGES": launch.GLUON_STAGES,
-               "RESIDENT": True}
-    dq, dkdv = ({"BN": tile, "STAGES": depth, "KEYS": keys} for (tile, depth), keys in (
-        (launch.GLUON_DQ, False), (launch.GLUON_DKDV, True)))
     jobs = []
-    for name, constants in (("forward", forward), ("backward", dq), ("backward", dkdv)):
-        boxes = {"[qoa]*_desc": f"bf16[1,1,64,{dim}]", "*_desc": f"bf16[1,1,{constants['BN']},{dim}]"}
-        jobs.append(job(f"opengem.kernels.gdpa.gluon_sm90:{name}", boxes | TYPES,
-                        constants | {"ACT": "gelu_tanh", "D": dim}, aligned=STRIDES, num_warps=4))
-    return jobs
+    tables = (False, launch.STREAM), (True, launch.RESIDENT), (True, launch.RESIDENT_SHORT)
+    for resident, (tile, depth, turns) in tables:
+        constants = {"BN": tile, "STAGES": depth, "RESIDENT": resident, "TURNS": turns, "FOLD": True}
+        boxes = {"[kv]_desc": f"bf16[1,1,{tile},{dim}]", "*_desc": f"bf16[1,1,64,{dim}]"}
+        jobs.append(("gluon_sm90:forward", boxes, constants))
+    for keys, (tile, depth) in ((False, launch.GLUON_DQ), (True, launch.GLUON_DKDV)):
+        boxes = {"[ao]*_desc": f"bf16[1,1,64,{dim}]", "*_desc": f"bf16[1,1,{tile},{dim}]"}
+        jobs.append(("gluon_sm90:backward", boxes, {"BN": tile, "STAGES": depth, "KEYS": keys}))
+    if dim == 128:
+        stages = dict(zip(("Q_STAGES", "G_STAGES"), launch.FUSED_STAGES, strict=True))
+        jobs.append(("gluon_sm90_backward:fused", {"*_desc": "bf16[1,1,64,128]"}, stages | {"FOLD": True}))
+    return [job(f"opengem.kernels.gdpa.{name}", boxes | TYPES, constants | {"ACT": "gelu_tanh", "D": dim},
+                aligned=STRIDES, num_warps=4) for name, boxes, constants in jobs]
 
 
 @pytest.mark.parametrize("capability", [90, 100])
@@ -50,7 +55,7 @@ def test_compiles_for_the_matrix_unit_without_spills(capability):
 
 
 def test_hopper_kernels_are_specialised_fed_by_tma_and_do_not_serialise():
-    for found, spill_bytes in zip(compile_all(hopper(128)), (0, 0, 256), strict=True):
+    for found, spill_bytes in zip(compile_all(hopper(128)), (0, 0, 0, 0, 256, 64), strict=True):
         assert_on_tensor_cores(found, spill_bytes)
         assert "cp.async.bulk.tensor" in found["ptx"] and "setmaxnreg" in found["ptx"], found["ptx"]
         assert found["warps"] == 12 and not found["serialised"], found["warps"]

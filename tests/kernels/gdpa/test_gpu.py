@@ -83,6 +83,12 @@ def test_head_dimensions_and_dtypes(dim, dtype, lengths):
     assert_accurate(*build(lengths, [300, 70, 129], dim=dim, dtype=dtype, heads=3))
 
 
+@pytest.mark.parametrize("kv_lengths", [[512, 129, 0, 1, 300], [130, 512, 65, 3, 511]], ids=["cross", "mixed"])
+def test_dq_over_several_key_tiles(kv_lengths):
+    """The backward in one kernel: dq grows from tile to tile of 128 keys."""
+    assert_accurate(*build([130, 512, 65, 0, 300], kv_lengths, dim=128))
+
+
 def test_long_keys_in_several_runs():
     assert_accurate(*build([7, 64, 1], [5000, 0, 2049]))
     assert_accurate(*build([], [5000, 0, 2049], seeds=32))
