@@ -36,11 +36,11 @@ def check(say, case: str) -> None:
                 group.state["moment"].zero_()
                 with backend.force(name):
                     out = group.lookup(0)
-                    group.update(group.sort(0), 0, 1)
+                    group.update(bench.sort([group], 0)[0], 0, 1)
                 results.append((out, group.weight.clone(), group.state["moment"].clone()))
             group.weight.copy_(begin)
             group.state["moment"].zero_()
-            group.update(group.sort(0), 0, 1)
+            group.update(bench.sort([group], 0)[0], 0, 1)
             again = torch.equal(group.weight, results[1][1])
             errors = [
                 float((a.float() - b.float()).abs().max() / b.float().abs().max().clamp_min(1e-9))
@@ -58,7 +58,8 @@ def profile(say, case: str) -> None:
     def step(i: int) -> None:
         for group in groups:
             group.lookup(i % 2)
-            group.update(group.sort(i % 2), i % 2, i + 1)
+        for group, order in zip(groups, bench.sort(groups, i % 2), strict=True):
+            group.update(order, i % 2, i + 1)
 
     for i in range(3):
         step(i)
@@ -79,7 +80,7 @@ def sweep(say, case: str) -> None:
     """Tile sizes and warps for each kernel, on the groups with most bytes."""
     for group in bench.make(*bench.CASES[case], torch.device("cuda"), batches=2):
         facts = {"kind": group.kind, "dim": group.weight.shape[1], "dtype": str(group.weight.dtype)}
-        orders = [group.sort(i) for i in range(2)]
+        orders = [bench.sort([group], i)[0] for i in range(2)]
         if group.kind == "weighted":
             continue
         for elements, warps in TILES:

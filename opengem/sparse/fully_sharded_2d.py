@@ -39,7 +39,9 @@ class FullyShardedTables:
 
     def __init__(
         self, pieces: list[Piece], rows: int, dim: int, device: torch.device | str, group: dist.ProcessGroup,
-        semantics: str, reads: str, chunk_bytes: int, *, eps: float, dtype: torch.dtype = torch.float32) -> None:
+        semantics: str, reads: str, chunk_bytes: int, *, eps: float, dtype: torch.dtype = torch.float32,
+        numbers: dict[str, int] | None = None) -> None:
+        self.numbers = numbers or {piece.table: piece.at - piece.first for piece in pieces}
         self.group, self.semantics, self.reads, self.pieces_of_shard = group, semantics, reads, list(pieces)
         ranks, limit = group.size(), max(chunk_bytes // (2 * dim * dtype.itemsize), group.size())
         self.chunks = max(-(-rows // limit), 1)
@@ -50,7 +52,9 @@ class FullyShardedTables:
             first = chunk * self.chunk_rows + group.rank() * self.span
             mine += [piece.cut(first, first + self.span, chunk * self.span) for piece in pieces]
         mine = [piece for piece in mine if piece is not None]
-        self.own = Tables(mine, self.chunks * self.span, dim, device, eps=eps, dtype=dtype)
+        self.own = Tables(
+            mine, self.chunks * self.span, dim, device, eps=eps, dtype=dtype, numbers=self.numbers
+        )
 
     @property
     def pieces(self) -> list[Piece]:
@@ -132,7 +136,8 @@ class FullyShardedTables:
     def _update_chunk(self, chunk: int, whole: list[Tensor], rows: Tensor, grads: Tensor, lr: float) -> None:
         first, own = chunk * self.chunk_rows, self.own
         pieces = [piece.cut(first, first + self.chunk_rows, 0) for piece in self.pieces_of_shard]
-        copy = Tables([p for p in pieces if p], 0, own.dim, rows.device, eps=own.eps, dtype=own.weight.dtype)
+        options = {"eps": own.eps, "dtype": own.weight.dtype, "numbers": self.numbers}
+        copy = Tables([p for p in pieces if p], 0, own.dim, rows.device, **options)
         copy.weight, copy.moment = whole
         copy.updates = own.updates
         copy.update(rows, grads, lr)

@@ -40,7 +40,8 @@ def shard(
     made = plan(rows, width, row_bytes=row_bytes, load=load, placement=placement)
     router = AllToAllRouter(rows, made, group, device)
     pieces, count = list(made.pieces[group.rank()]), made.rows(group.rank())
-    options = {"eps": config.eps, "dtype": row_dtype(config)}
+    numbers = {piece.table: piece.at for piece in pieces_of(rows)}
+    options = {"eps": config.eps, "dtype": row_dtype(config), "numbers": numbers}
     if config.fully_shard:
         storage = FullyShardedTables(
             pieces, count, config.dim, device, replicas, config.replicas, config.reads, config.chunk_mb << 20, **options

@@ -41,16 +41,18 @@ class Tables:
     """Rows and row-wise Adagrad state, kept whole on this device.
 
     weight: `[R, dim]`; moment: float32 `[R]`, the sum over steps of the mean squared gradient of each row.
-    pieces: what the rows are. R = 0 is ordinary.
+    pieces: what the rows are. R = 0 is ordinary. numbers: table -> number of its first row among the rows of all
+    tables, which keys the noise of 16-bit rows (default: as `pieces` lie).
     """
 
     def __init__(self, pieces: list[Piece], rows: int, dim: int, device: torch.device | str, *, eps: float,
-                 dtype: torch.dtype = torch.float32) -> None:
+                 dtype: torch.dtype = torch.float32, numbers: dict[str, int] | None = None) -> None:
         self.pieces, self.dim, self.eps, self.updates = list(pieces), dim, eps, 0
         self.weight = torch.zeros(rows, dim, dtype=dtype, device=device)
         self.moment = torch.zeros(rows, dtype=torch.float32, device=device)
         self.optimiser = Optimiser("adagrad", eps)
-        runs = [(p.table, p.first, p.at) for p in self.pieces if p.rows]
+        numbers = numbers or {piece.table: piece.at - piece.first for piece in self.pieces}
+        runs = [(numbers[piece.table] + piece.first, piece.at) for piece in self.pieces if piece.rows]
         self.rounding = noise.Rounding.of(runs, device)
 
     def initialise(self, std: float, seed: int) -> None:

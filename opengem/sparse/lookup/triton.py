@@ -32,36 +32,33 @@ def _mix(x):
 
 @triton.jit
 def _stochastic_round(x, noise, HALF: tl.constexpr):
-    """float32 -> float32 values that float16 (HALF) or bfloat16 holds exactly."""
+    """float32 -> float32 values that float16 (HALF) or bfloat16 holds exactly; the top bits of `noise` are used."""
     dropped: tl.constexpr = 13 if HALF else 16
-    mask: tl.constexpr = (1 << dropped) - 1
-    x_bits = x.to(tl.int32, bitcast=True)
-    draw = (noise & mask).to(tl.int32)
-    raised = ((x_bits + draw) & (-mask - 1)).to(tl.float32, bitcast=True)
-    finite = (x_bits & 0x7F800000) != 0x7F800000
-    rounded = tl.where(finite, raised, x)
+    draw = (noise >> (32 - dropped)).to(tl.int32)
+    keep: tl.constexpr = -(1 << dropped)
     if HALF:
-        steps = tl.floor(tl.abs(x) * 16777216.0 + draw.to(tl.float32) * 0.0001220703125) * 5.9604644775390625e-08
-        sign = x_bits & -2147483648
-        steps = (steps.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-        rounded = tl.where(tl.abs(x) < 0.00006103515625, steps, rounded)
-        rounded = tl.where(rounded > 65504.0, 65504.0, tl.where(rounded < -65504.0, -65504.0, rounded))
-    return rounded
+        size = tl.abs(x)
+        lift = tl.where(size < 0.00006103515625, 0.00006103515625, 0.0)  # below 2^-14 float16 has fixed steps of 2^-24
+        raised = (((size + lift).to(tl.int32, bitcast=True) + draw) & keep).to(tl.float32, bitcast=True) - lift
+        raised = tl.where(raised > 65504.0, 65504.0, raised).to(tl.int32, bitcast=True)
+        return (raised | (x.to(tl.int32, bitcast=True) & -2147483648)).to(tl.float32, bitcast=True)
+    return ((x.to(tl.int32, bitcast=True) + draw) & keep).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _noise(row, column, piece_starts, piece_shifts, piece_keys, num_pieces, DIM: tl.constexpr):
-    """uint32 [S, D]: the noise of elements of rows [S]; which table a row is of is found by bisection."""
+def _noise(row, column, run_starts, run_shifts, key, num_runs, SEARCH: tl.constexpr):
+    """uint32 [S, D]: the noise of elements of rows [S]; which run a row lies in is found by bisection."""
     low = tl.zeros_like(row)
-    high = low + num_pieces
-    while tl.max(high - low, axis=0) > 1:
+    high = low + num_runs
+    for _ in tl.static_range(SEARCH):
         middle = (low + high) // 2
-        below = tl.load(piece_starts + middle) <= row
-        low = tl.where((high - low > 1) & below, middle, low)
-        high = tl.where((high - low > 1) & (low != middle), middle, high)
-    key = tl.load(piece_keys + low).to(tl.uint32)
-    element = (row + tl.load(piece_shifts + low))[:, None] * DIM + column[None, :]
-    return _mix(element.to(tl.uint32) ^ _mix((element >> 32).to(tl.uint32) ^ key[:, None]))
+        below = (tl.load(run_starts + middle) <= row) & (high - low > 1)
+        high = tl.where(below, high, tl.maximum(middle, low + 1))
+        low = tl.where(below, middle, low)
+    row += tl.load(run_shifts + low)
+    drawn = _mix(row.to(tl.uint32) ^ _mix((row >> 32).to(tl.uint32) ^ key.to(tl.uint32)))
+    x = drawn[:, None] + (column.to(tl.uint32) * 0x9E3779B9)[None, :]
+    return (x ^ (x >> 16)) * 0x7FEB352D
 
 
 # ---- forward --------------------------------------------------------------------------------------------------
@@ -116,35 +113,67 @@ def lookup_rows_kernel(
         tl.store(out + address, found.to(out.dtype.element_ty), mask=mask)
 
 
+@triton.jit(do_not_specialize=["bags_per_feature"])
+def lookup_positions_kernel(
+    weight, ids, offsets, first_rows, out, bags_per_feature,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, EVICT: tl.constexpr,
+):  # fmt: skip
+    """A stretch of the positions of one feature a program: out[p] = weight[first_rows[feature] + ids[p]]."""
+    feature = tl.program_id(1).to(tl.int64)
+    first_row = tl.load(first_rows + feature)
+    begin = tl.load(offsets + feature * bags_per_feature)
+    end = tl.load(offsets + (feature + 1) * bags_per_feature)
+    column = tl.arange(0, BLOCK_D)
+    for start in range(begin + tl.program_id(0) * ROWS, end, tl.num_programs(0) * ROWS):
+        position = start + tl.arange(0, ROWS)
+        live = position < end
+        row = first_row + tl.load(ids + position, mask=live, other=0)
+        mask = live[:, None] & (column < DIM)[None, :]
+        found = tl.load(weight + row[:, None] * DIM + column[None, :], mask=mask, other=0.0)
+        address = position.to(tl.int64)[:, None] * DIM + column[None, :]
+        tl.store(out + address, found.to(out.dtype.element_ty), mask=mask, eviction_policy=EVICT)
+
+
 # ---- the order of an update -----------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["bags_per_feature"])
-def number_rows_kernel(ids, offsets, first_rows, rows, bags, bags_per_feature, BLOCK: tl.constexpr):
-    """One bag a program: rows[p] = first_rows[feature] + ids[p] and bags[p] = bag for its positions."""
-    bag = tl.program_id(0).to(tl.int64)
-    first_row = tl.load(first_rows + bag // bags_per_feature)
-    begin = tl.load(offsets + bag)
-    end = tl.load(offsets + bag + 1)
-    for start in range(begin, end, BLOCK):
-        position = start + tl.arange(0, BLOCK)
-        live = position < end
+@triton.jit(do_not_specialize=["bags_per_feature", "base"])
+def number_rows_kernel(
+    ids, offsets, first_rows, rows, bags, bags_per_feature, base,
+    POOLED: tl.constexpr, BAGS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BAGS bags of a feature a program: rows[p] = base + first_rows[feature] + ids[p], and bags[p] if POOLED."""
+    feature = tl.program_id(1).to(tl.int64)
+    each = tl.program_id(0) * BAGS + tl.arange(0, BAGS)
+    bag = feature * bags_per_feature + each
+    first_row = tl.load(first_rows + feature) + base
+    begin = tl.load(offsets + bag, mask=each < bags_per_feature, other=0)
+    end = tl.load(offsets + bag + 1, mask=each < bags_per_feature, other=0)
+    for start in range(0, tl.max(end - begin, axis=0), BLOCK):
+        position = begin[:, None] + start + tl.arange(0, BLOCK)[None, :]
+        live = position < end[:, None]
         row = first_row + tl.load(ids + position, mask=live, other=0)
         tl.store(rows + position, row.to(rows.dtype.element_ty), mask=live)
-        tl.store(bags + position, bag.to(tl.int32), mask=live)
+        if POOLED:
+            tl.store(bags + position, (bag[:, None] + tl.zeros_like(position)).to(tl.int32), mask=live)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "base", "first"])
 def mark_pieces_kernel(
-    rows, order, bags, marks, source, count, CUT: tl.constexpr, POOLED: tl.constexpr, BLOCK: tl.constexpr
-):
-    """marks[p] = 1 where a piece begins; source[p] = row of the gradients that position p of the sorted rows takes."""
+    keys, order, bags, rows, marks, source, count, base, first, CUT: tl.constexpr, POOLED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """marks[p] = 1 where a piece begins; source[p] = row of the gradients that position p of the sorted keys takes.
+
+    rows[p] = keys[p] - base, and `order` counts positions from `first`.
+    """
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = position < count
-    row = tl.load(rows + position, mask=live, other=-1)
-    before = tl.load(rows + position - 1, mask=live & (position > 0), other=-1)
+    row = tl.load(keys + position, mask=live, other=-1)
+    before = tl.load(keys + position - 1, mask=live & (position > 0), other=-1)
+    tl.store(rows + position, (row - base).to(rows.dtype.element_ty), mask=live)
     tl.store(marks + position, ((row != before) | (position % CUT == 0)).to(tl.int32), mask=live)
-    origin = tl.load(order + position, mask=live, other=0)
+    origin = tl.load(order + position, mask=live, other=first) - first
     if POOLED:
         origin = tl.load(bags + origin, mask=live, other=0).to(tl.int64)
     tl.store(source + position, origin.to(tl.int32), mask=live)
@@ -166,9 +195,9 @@ def list_pieces_kernel(numbers, starts, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def _apply(
-    acc, row, column, apply, old, weight, moment, first_moment, piece_starts, piece_shifts, piece_keys, num_pieces,
+    acc, row, column, apply, old, weight, moment, first_moment, run_starts, run_shifts, key, num_runs,
     lr, eps, moment_scale, beta1, beta2, correction1, correction2,
-    DIM: tl.constexpr, OPTIMISER: tl.constexpr, ROUND: tl.constexpr,
+    DIM: tl.constexpr, OPTIMISER: tl.constexpr, ROUND: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
     """Step the rows [S] by summed gradients `acc` [S, D] where `apply` [S]; `old` [S, D] are their present values."""
     mask = apply[:, None] & (column < DIM)[None, :]
@@ -192,18 +221,18 @@ def _apply(
         tl.store(moment + row, second, mask=apply)
     new = old - change
     if ROUND:
-        draw = _noise(row, column, piece_starts, piece_shifts, piece_keys, num_pieces, DIM)
+        draw = _noise(row, column, run_starts, run_shifts, key, num_runs, SEARCH)
         new = _stochastic_round(new, draw, weight.dtype.element_ty == tl.float16)
     tl.store(weight + address, new.to(weight.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["count", "num_pieces"])
+@triton.jit(do_not_specialize=["count", "key", "num_runs"])
 def update_short_kernel(
     weight, moment, first_moment, grads, rows, source, coefficients, starts, numbers, partials, count,
-    piece_starts, piece_shifts, piece_keys, num_pieces,
+    run_starts, run_shifts, key, num_runs,
     lr, eps, moment_scale, beta1, beta2, correction1, correction2,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, PIECES: tl.constexpr, CUT: tl.constexpr, SHORT: tl.constexpr,
-    WEIGHTED: tl.constexpr, OPTIMISER: tl.constexpr, ROUND: tl.constexpr,
+    WEIGHTED: tl.constexpr, OPTIMISER: tl.constexpr, ROUND: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
     """PIECES short pieces at a time: sum their gradients; step the row of a whole segment, keep the others' sums."""
     pieces = tl.load(numbers + count - 1).to(tl.int64)
@@ -235,18 +264,18 @@ def update_short_kernel(
         rest = (live & (whole == 0))[:, None] & live_column
         tl.store(partials + slot[:, None] * DIM + column[None, :], acc, mask=rest)
         _apply(
-            acc, row, column, whole, old, weight, moment, first_moment, piece_starts, piece_shifts, piece_keys,
-            num_pieces, lr, eps, moment_scale, beta1, beta2, correction1, correction2, DIM, OPTIMISER, ROUND,
+            acc, row, column, whole, old, weight, moment, first_moment, run_starts, run_shifts, key,
+            num_runs, lr, eps, moment_scale, beta1, beta2, correction1, correction2, DIM, OPTIMISER, ROUND, SEARCH,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["count", "num_pieces"])
+@triton.jit(do_not_specialize=["count", "key", "num_runs"])
 def update_long_kernel(
     weight, moment, first_moment, grads, rows, source, coefficients, starts, numbers, partials, count,
-    piece_starts, piece_shifts, piece_keys, num_pieces,
+    run_starts, run_shifts, key, num_runs,
     lr, eps, moment_scale, beta1, beta2, correction1, correction2,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, POSITIONS: tl.constexpr, CUT: tl.constexpr, SHORT: tl.constexpr,
-    WEIGHTED: tl.constexpr, OPTIMISER: tl.constexpr, ROUND: tl.constexpr,
+    WEIGHTED: tl.constexpr, OPTIMISER: tl.constexpr, ROUND: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
     """One block of CUT positions a program: its long pieces one after the other, POSITIONS gradients at a time."""
     block = tl.program_id(0).to(tl.int64)
@@ -271,11 +300,13 @@ def update_long_kernel(
         mask = whole[:, None] & live_column
         old = tl.load(weight + row_here[:, None] * DIM + column[None, :], mask=mask, other=0.0).to(tl.float32)
         acc = tl.zeros([POSITIONS, BLOCK_D], tl.float32)
+        position = begin + tl.arange(0, POSITIONS)
+        ahead = tl.load(source + position, mask=position < end, other=0)
         for start in range(begin, end, POSITIONS):
             position = start + tl.arange(0, POSITIONS)
             more = position < end
-            origin = tl.load(source + position, mask=more, other=0).to(tl.int64)
-            address = origin[:, None] * DIM + column[None, :]
+            address = ahead.to(tl.int64)[:, None] * DIM + column[None, :]
+            ahead = tl.load(source + position + POSITIONS, mask=position + POSITIONS < end, other=0)
             grad = tl.load(grads + address, mask=more[:, None] & live_column, other=0.0).to(tl.float32)
             if WEIGHTED:
                 grad *= tl.load(coefficients + position, mask=more, other=0.0)[:, None]
@@ -284,19 +315,19 @@ def update_long_kernel(
         slot = block * 2 + first.to(tl.int64)
         tl.store(partials + slot * DIM + column[None, :], total, mask=(whole == 0)[:, None] & live_column)
         _apply(
-            total, row_here, column, whole, old, weight, moment, first_moment, piece_starts, piece_shifts, piece_keys,
-            num_pieces, lr, eps, moment_scale, beta1, beta2, correction1, correction2, DIM, OPTIMISER, ROUND,
+            total, row_here, column, whole, old, weight, moment, first_moment, run_starts, run_shifts, key,
+            num_runs, lr, eps, moment_scale, beta1, beta2, correction1, correction2, DIM, OPTIMISER, ROUND, SEARCH,
         )  # fmt: skip
         at = tl.min(tl.where(long & (index > at), index, CUT), axis=0)
 
 
-@triton.jit(do_not_specialize=["count", "num_pieces"])
+@triton.jit(do_not_specialize=["count", "key", "num_runs"])
 def combine_kernel(
     weight, moment, first_moment, rows, partials, count,
-    piece_starts, piece_shifts, piece_keys, num_pieces,
+    run_starts, run_shifts, key, num_runs,
     lr, eps, moment_scale, beta1, beta2, correction1, correction2,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, AHEAD: tl.constexpr, CUT: tl.constexpr,
-    OPTIMISER: tl.constexpr, ROUND: tl.constexpr,
+    OPTIMISER: tl.constexpr, ROUND: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
     """One block of CUT positions a program: finish the segment that begins in it and goes on behind it, if any."""
     begin = tl.program_id(0).to(tl.int64) * CUT
@@ -326,8 +357,8 @@ def combine_kernel(
     old = tl.load(weight + rows_here[:, None] * DIM + column[None, :], mask=live_column[None, :], other=0.0)
     _apply(
         acc[None, :], rows_here, column, rows_here >= 0, old.to(tl.float32), weight, moment, first_moment,
-        piece_starts, piece_shifts, piece_keys, num_pieces, lr, eps, moment_scale, beta1, beta2, correction1,
-        correction2, DIM, OPTIMISER, ROUND,
+        run_starts, run_shifts, key, num_runs, lr, eps, moment_scale, beta1, beta2, correction1,
+        correction2, DIM, OPTIMISER, ROUND, SEARCH,
     )  # fmt: skip
 
 
@@ -342,7 +373,7 @@ def _tile(dim: int, elements: int) -> tuple[int, int]:
 
 def lookup(
     weight: Tensor, ids: Tensor, offsets: Tensor, first_rows: Tensor, pooling: str, sample_weights: Tensor | None,
-    dtype: torch.dtype, *, elements: int = 2048, num_warps: int = 2,
+    dtype: torch.dtype, *, elements: int = 2048, num_warps: int = 2, tiles: int = 0, evict: str = "",
 ) -> Tensor:  # fmt: skip
     dim, bags = weight.shape[1], offsets.shape[0] - 1
     width, tile_rows = _tile(dim, elements)
@@ -351,7 +382,11 @@ def lookup(
         return out
     options = {"DIM": dim, "BLOCK_D": width, "ROWS": tile_rows, "num_warps": num_warps}
     each = bags // first_rows.shape[0]
-    if pooling == "none":
+    if pooling == "none" and tiles:
+        features = first_rows.shape[0]
+        grid = (max(triton.cdiv(ids.shape[0], features * tile_rows * tiles), 1), features)
+        lookup_positions_kernel[grid](weight, ids, offsets, first_rows, out, each, EVICT=evict, **options)
+    elif pooling == "none":
         lookup_rows_kernel[(bags,)](weight, ids, offsets, first_rows, out, each, **options)
     else:
         weighted = sample_weights is not None
@@ -362,38 +397,44 @@ def lookup(
     return out
 
 
-def number_rows(ids: Tensor, offsets: Tensor, first_rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(row number of each position in `dtype`, bag of each position int32)."""
-    rows, bags = torch.empty_like(ids, dtype=dtype), torch.empty_like(ids, dtype=torch.int32)
-    count = offsets.shape[0] - 1
-    if count:
-        each = count // first_rows.shape[0]
-        number_rows_kernel[(count,)](ids, offsets, first_rows, rows, bags, each, BLOCK=64, num_warps=1)
-    return rows, bags
+def number_rows(ids: Tensor, offsets: Tensor, first_rows: Tensor, rows: Tensor, base: int, pooled: bool) -> Tensor:
+    """Write base + the row of the matrix of each position into `rows`; the bag of each position, int32 (if pooled)."""
+    bags = torch.empty_like(ids, dtype=torch.int32) if pooled else rows
+    features, each = first_rows.shape[0], (offsets.shape[0] - 1) // first_rows.shape[0]
+    if each:
+        grid = (triton.cdiv(each, 16), features)
+        number_rows_kernel[grid](
+            ids, offsets, first_rows, rows, bags, each, base, POOLED=pooled, BAGS=16, BLOCK=32, num_warps=4
+        )
+    return bags
 
 
-def find_pieces(rows: Tensor, order: Tensor, bags: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(source int32 [N], running number of pieces int32 [N], piece starts int32 [N + 1]) of sorted rows, N >= 1."""
-    count = rows.shape[0]
-    marks, source = (torch.empty(count, dtype=torch.int32, device=rows.device) for _ in range(2))
-    starts = torch.empty(count + 1, dtype=torch.int32, device=rows.device)
+def find_pieces(
+    keys: Tensor, order: Tensor, bags: Tensor | None, base: int, first: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of N >= 1 sorted keys: (rows = keys - base in `dtype`, source int32 [N], running number of pieces int32 [N],
+    piece starts int32 [N + 1])."""
+    count = keys.shape[0]
+    marks, source = (torch.empty(count, dtype=torch.int32, device=keys.device) for _ in range(2))
+    rows = torch.empty(count, dtype=dtype, device=keys.device)
+    starts = torch.empty(count + 1, dtype=torch.int32, device=keys.device)
     grid, block = (triton.cdiv(count, 1024),), {"BLOCK": 1024, "num_warps": 4}
     pooled = bags is not None
     mark_pieces_kernel[grid](
-        rows, order, bags if pooled else order, marks, source, count, CUT=CUT, POOLED=pooled, **block
+        keys, order, bags if pooled else order, rows, marks, source, count, base, first, CUT=CUT, POOLED=pooled, **block
     )
     numbers = marks.cumsum(0, dtype=torch.int32)
     list_pieces_kernel[grid](numbers, starts, count, **block)
-    return source, numbers, starts
+    return rows, source, numbers, starts
 
 
 def update(
     weight: Tensor, moment: Tensor | None, first_moment: Tensor | None, grads: Tensor, rows: Tensor, source: Tensor,
-    coefficients: Tensor | None, numbers: Tensor, starts: Tensor, pieces: tuple[Tensor, Tensor, Tensor], optimiser: str,
+    coefficients: Tensor | None, numbers: Tensor, starts: Tensor, noise: tuple[Tensor, Tensor, int], optimiser: str,
     scalars: tuple[float, ...], *, elements: int = 512, num_warps: int = 1, programs_per_sm: int = 256,
     long_elements: int = 512, long_warps: int = 1,
 ) -> None:  # fmt: skip
-    """scalars: lr, eps, moment_scale, beta1, beta2, correction1, correction2. pieces: starts, shifts, keys of noise."""
+    """scalars: lr, eps, moment_scale, beta1, beta2, correction1, correction2. noise: starts, shifts, key."""
     count, dim = rows.shape[0], weight.shape[1]
     width, tile = _tile(dim, elements)
     blocks = triton.cdiv(count, CUT)
@@ -401,8 +442,10 @@ def update(
     state = (weight, moment if moment is not None else partials, first_moment if first_moment is not None else partials)
     weighted = coefficients is not None
     inputs = (grads, rows, source, coefficients if weighted else partials, starts, numbers, partials, count)
-    tail = (*pieces, pieces[0].shape[0], *scalars)
+    runs = noise[0].shape[0]
+    tail = (*noise, runs, *scalars)
     options = {"DIM": dim, "BLOCK_D": width, "CUT": CUT, "OPTIMISER": optimiser, "ROUND": weight.dtype != torch.float32}
+    options["SEARCH"] = -(-(runs - 1).bit_length() // 4) * 4  # in steps of 4: fewer compilations
     lengths = {"SHORT": SHORT, "WEIGHTED": weighted}
     grid = (min(triton.cdiv(count, tile), multiprocessors(weight.device) * programs_per_sm),)
     update_short_kernel[grid](*state, *inputs, *tail, PIECES=tile, num_warps=num_warps, **lengths, **options)
