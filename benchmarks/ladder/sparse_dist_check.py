@@ -19,7 +19,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from opengem import mesh
-from opengem.config import ShardedSparseConfig
+from opengem.config import SparseConfig
 from opengem.data.batch import Batch
 from opengem.data.schema import Feature, Label, Schema, Stream
 from opengem.jagged import Jagged
@@ -71,11 +71,11 @@ def joined(parts: list[Batch]) -> Batch:
     return Batch(sequences, features, {"y": join([p.labels["y"] for p in parts])}, *rest)
 
 
-def generations(world: int) -> dict[str, tuple[int, ShardedSparseConfig]]:
+def generations(world: int) -> dict[str, tuple[int, SparseConfig]]:
     """Name -> (copies, options); all copies are checked bit for bit after each step."""
-    plain = ShardedSparseConfig(dim=64, check_replicas=True)
-    split = ShardedSparseConfig(dim=64, check_replicas=True, fully_shard=True)
-    chunks = ShardedSparseConfig(dim=64, fully_shard=True, reads="chunks", chunk_mb=1)
+    plain = SparseConfig(dim=64, check_replicas=True)
+    split = SparseConfig(dim=64, check_replicas=True, fully_shard=True)
+    chunks = SparseConfig(dim=64, fully_shard=True, reads="chunks", chunk_mb=1)
     return {"v1": (1, plain), "v2": (world, plain), "v3": (world, split), "v3 by chunks": (world, chunks)}
 
 
@@ -83,7 +83,7 @@ def check(say, rank: int, world: int, device: str) -> None:
     rows, samples = 20_000, 256
     described = schema(rows)
     features = list(described.features)
-    alone = EmbeddingCollection(described, features, ShardedSparseConfig(dim=64), device, 0)
+    alone = EmbeddingCollection(described, features, SparseConfig(dim=64), device, 0)
     wanted = []
     for step in range(20):
         whole = joined([batch(rows, samples, step * world + r, device) for r in range(world)])
@@ -117,7 +117,7 @@ def time_steps(say, rank: int, world: int, device: str, dense_ms: float) -> None
     described = schema(rows)
     a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
     for name, (copies, config) in generations(world).items():
-        config = ShardedSparseConfig(dim=64, fully_shard=config.fully_shard, reads=config.reads, chunk_mb=512)
+        config = SparseConfig(dim=64, fully_shard=config.fully_shard, reads=config.reads, chunk_mb=512)
         meshes = mesh.build(mesh.MeshSpec(sparse_replica=copies), "cuda")
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

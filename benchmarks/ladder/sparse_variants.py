@@ -20,7 +20,8 @@ from benchmarks.kernels import sparse as bench
 from opengem.sparse.lookup import triton as kernels
 
 SCALARS = (0.01, 1e-8, 1.0, 0.9, 0.999, 1.0, 1.0)
-FORWARD = [{"elements": e, "num_warps": w} for e, w in [(1024, 1), (2048, 1), (2048, 2), (4096, 2), (4096, 4), (1024, 2)]]
+TILES = [(1024, 1), (2048, 1), (2048, 2), (4096, 2), (4096, 4), (1024, 2)]
+FORWARD = [{"elements": e, "num_warps": w} for e, w in TILES]
 POSITIONS = [
     {"elements": e, "num_warps": w, "tiles": t, "evict": v}
     for e, w in [(1024, 1), (2048, 2), (2048, 4), (4096, 4)] for t in (1, 4) for v in ("", "evict_first")
@@ -80,8 +81,8 @@ def forward_variants(say, groups) -> None:
     pooled = [g for g in groups if g.kind != "none"]
     for options in FORWARD:
         for part, name in ((rows, "lookup_rows_kernel"), (pooled, "lookup_pooled_kernel")):
-            found = profiled(lambda i, part=part, options=options: [lookup(g, i % 2, options) for g in part], [name], part)
-            say({"forward": options, **found})
+            step = lambda i, part=part, options=options: [lookup(g, i % 2, options) for g in part]  # noqa: E731
+            say({"forward": options, **profiled(step, [name], part)})
     for options in POSITIONS:
         step = lambda i, options=options: [lookup(g, i % 2, options) for g in rows]  # noqa: E731
         say({"forward": options, **profiled(step, ["lookup_positions_kernel"], rows)})

@@ -21,6 +21,7 @@ from opengem.data.batch import Batch, Embedded
 from opengem.data.schema import Feature, Schema
 from opengem.errors import UserError
 from opengem.jagged import Jagged
+from opengem.sparse.checkpoint import TableRows
 from opengem.sparse.lookup.reference import sum_bags
 from opengem.sparse.table import Piece, Tables
 
@@ -201,16 +202,15 @@ class EmbeddingCollection:
     features: the sample features that are model inputs; every id attribute of the streams is an input as well.
     Tables larger than `config.max_rows` (when > 0) are hashed to that many rows by modulo.
     router, storage: where the rows are; left out, all are on this device. `sharded.shard` makes them for a mesh.
-    check_replicas: compare all copies of the tables after every step.
+    With `config.check_replicas` all copies of the tables are compared after every step.
     Over several processes every method but `check`, `collisions` and `num_bytes` is collective: all ranks call it
     alike, with however many samples each of them has.
     """
 
     def __init__(self, schema: Schema, features: list[Feature], config: SparseConfig, device: torch.device | str,
-                 seed: int, router: LocalRouter | None = None, storage: Tables | None = None,
-                 check_replicas: bool = False) -> None:
+                 seed: int, router: LocalRouter | None = None, storage: Tables | None = None) -> None:
         self.slots = slots_of(schema, features, config.max_rows)
-        self.dim, self.config, self.check_replicas = config.dim, config, check_replicas
+        self.dim, self.config = config.dim, config
         self.reader = IdReader(self.slots, device)
         self.rows = table_rows(self.slots)
         whole = pieces_of(self.rows)
@@ -251,7 +251,7 @@ class EmbeddingCollection:
             arrived = [self.router.grads(route, leaves.grads) for route, leaves in self.pending]
             rows, grads = (torch.cat(parts) for parts in zip(*arrived, strict=True))
             self.storage.update(rows, grads, lr)
-            if self.check_replicas:
+            if self.config.check_replicas:
                 self.storage.assert_equal()
         self.discard()
 
@@ -277,28 +277,37 @@ class EmbeddingCollection:
         return self.storage.num_bytes()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """{"weight": {table: [rows, dim]}, "moment": {table: [rows]}, "step": {"updates": int}}: whole tables.
+        """{"weight": {table: [rows, dim]}, "moment": {table: [rows]}, "step": {"updates": int}}, for a checkpoint.
 
-        Views of the live tensors in one process, gathered copies over several (`checkpoint.save` writes pieces
-        instead, for tables that no process can hold).
+        Views of the live rows: whole tables in one process, the part that is stored here (`TableRows`) over several.
         """
-        state = {"weight": self._whole(self.storage.weight), "moment": self._whole(self.storage.moment)}
+        state = {"weight": self._parts(self.storage.weight), "moment": self._parts(self.storage.moment)}
         return {**state, "step": {"updates": torch.tensor(self.storage.updates)}}
 
-    def _whole(self, tensor: Tensor) -> dict[str, Tensor]:
+    def _parts(self, tensor: Tensor) -> dict[str, Tensor]:
         if isinstance(self.router, LocalRouter):
             return {piece.table: piece.of(tensor) for piece in self.storage.pieces}
-        found = {}
-        for name, rows in self.rows.items():
-            own = tensor.new_zeros(rows, *tensor.shape[1:])
-            for piece in self.storage.pieces:
-                if piece.table == name and self.storage.saves():
-                    own[piece.first : piece.first + piece.rows] = piece.of(tensor)
-            found[name] = self.router.gather(own)
-        return found
+        runs: dict[str, dict[int, Tensor]] = {name: {} for name in self.rows}
+        for piece in self.storage.pieces:
+            if piece.rows:
+                runs[piece.table][piece.first] = piece.of(tensor)
+        return {name: TableRows(rows, tensor, runs[name]) for name, rows in self.rows.items()}
+
+    def gather(self) -> dict[str, dict[str, Tensor]]:
+        """Copies of whole tables on every process, as `state_dict` of one: to look at, where they fit."""
+        kinds = {"weight": self.storage.weight, "moment": self.storage.moment}
+        state = {kind: {name: self._whole(name, tensor) for name in self.rows} for kind, tensor in kinds.items()}
+        return {**state, "step": {"updates": torch.tensor(self.storage.updates)}}
+
+    def _whole(self, name: str, tensor: Tensor) -> Tensor:
+        own = tensor.new_zeros(self.rows[name], *tensor.shape[1:])
+        for piece in self.storage.pieces:
+            if piece.table == name and self.storage.first_copy():
+                own[piece.first : piece.first + piece.rows] = piece.of(tensor)
+        return self.router.gather(own)
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
-        """Copy in what any `state_dict` gave, whatever the number of processes was.
+        """Take over a `state_dict` of this collection that was loaded in place, or copy in whole tables.
 
         UserError names a table that is missing or has another shape; nothing is copied then.
         """
@@ -308,7 +317,9 @@ class EmbeddingCollection:
                 _check_part(state, kind, name, [rows, *shape])
         for piece in self.storage.pieces:
             for kind, tensor in (("weight", self.storage.weight), ("moment", self.storage.moment)):
-                piece.of(tensor).copy_(state[kind][piece.table][piece.first : piece.first + piece.rows])
+                given = state[kind][piece.table]
+                if not isinstance(given, TableRows):
+                    piece.of(tensor).copy_(given[piece.first : piece.first + piece.rows])
         self.storage.updates = int(state["step"]["updates"])
 
 

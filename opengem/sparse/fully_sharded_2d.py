@@ -181,7 +181,7 @@ class FullyShardedTables:
     def num_bytes(self) -> int:
         return self.own.num_bytes()
 
-    def saves(self) -> bool:
+    def first_copy(self) -> bool:
         return True
 
     def assert_equal(self) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opengem.config import ShardedSparseConfig
+from opengem.config import SparseConfig
 from opengem.data.schema import Feature, Schema
 from opengem.mesh import Mesh
 from opengem.sparse.collection import EmbeddingCollection, Route, pieces_of, row_dtype, slots_of, table_rows
@@ -25,7 +25,7 @@ from opengem.sparse.table import Tables, sum_duplicates
 
 
 def shard(
-    schema: Schema, features: list[Feature], config: ShardedSparseConfig, device: torch.device | str, seed: int,
+    schema: Schema, features: list[Feature], config: SparseConfig, device: torch.device | str, seed: int,
     mesh: Mesh, placement: dict[str, str] | None = None) -> EmbeddingCollection:
     """The collection of `mesh.sparse`: V1 when sparse_replica is 1, else V2, or V3 with `config.fully_shard`.
 
@@ -50,7 +50,7 @@ def shard(
         storage = ReplicatedTables(pieces, count, config.dim, device, replicas, config.replicas, **options)
     else:
         storage = Tables(pieces, count, config.dim, device, **options)
-    return EmbeddingCollection(schema, features, config, device, seed, router, storage, config.check_replicas)
+    return EmbeddingCollection(schema, features, config, device, seed, router, storage)
 
 
 @dataclass(frozen=True)

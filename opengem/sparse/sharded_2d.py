@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opengem.mesh import all_gather
+from opengem.mesh import all_gather, assert_equal
 from opengem.sparse.table import Piece, Tables, sum_duplicates
 
 
@@ -37,12 +37,12 @@ class ReplicatedTables(Tables):
         else:
             super().update(*gather_rows(*sum_duplicates(rows, grads), self.group), lr)
 
-    def saves(self) -> bool:
+    def first_copy(self) -> bool:
         return self.group.rank() == 0
 
     def assert_equal(self) -> None:
-        assert_copies_equal(self.weight, "rows", self.group)
-        assert_copies_equal(self.moment, "moments", self.group)
+        assert_equal(self.weight, "the tables", self.group)
+        assert_equal(self.moment, "the tables' moments", self.group)
 
 
 def average(tensor: Tensor, group: dist.ProcessGroup) -> None:
@@ -68,15 +68,3 @@ def gather_rows(rows: Tensor, grads: Tensor, group: dist.ProcessGroup) -> tuple[
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     return gather(rows), gather(grads)
-
-
-def assert_copies_equal(tensor: Tensor, what: str, group: dist.ProcessGroup) -> None:
-    """RuntimeError unless every rank of the group holds the same bits (compares all of them; for checks)."""
-    integers = {2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize]
-    lowest, highest = (tensor.view(integers).to(torch.int32, copy=True) for _ in range(2))
-    dist.all_reduce(lowest, dist.ReduceOp.MIN, group=group)
-    dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
-    wrong = (lowest != highest).flatten().nonzero()
-    if wrong.numel():
-        row = int(wrong[0]) // (tensor.shape[1] if tensor.dim() > 1 else 1)
-        raise RuntimeError(f"sparse replicas differ: {wrong.numel()} values of the {what}, first in row {row}")

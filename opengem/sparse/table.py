@@ -81,8 +81,8 @@ class Tables:
         """Persistent bytes of rows and state."""
         return self.weight.nbytes + self.moment.nbytes
 
-    def saves(self) -> bool:
-        """Whether this process writes these rows to a checkpoint (of several copies only one does)."""
+    def first_copy(self) -> bool:
+        """Whether these rows are the first of their copies."""
         return True
 
     def assert_equal(self) -> None:

@@ -88,13 +88,13 @@ class Looked:
 def compare(rank: int, world: int) -> float:
     """Largest difference of any row after STEPS steps."""
     ours = workers.make(1, placement=dict.fromkeys(workers.ROWS, "row"))
-    theirs = torchrec_collection(world, ours.state_dict()["weight"])
+    theirs = torchrec_collection(world, ours.gather()["weight"])
     for step in range(STEPS):
         batch = workers.part(workers.random_batch(step), rank, world, step=0)  # TorchRec takes no rank without samples
         workers.loss_of(batch, ours(batch)).backward()
         ours.step(LR)
         workers.loss_of(batch, Looked(batch, theirs(keyed(batch)))).backward()
-    final = ours.state_dict()["weight"]
+    final = ours.gather()["weight"]
     worst = 0.0
     for table, shard in local_shards(theirs):
         first = shard.metadata.shard_offsets[0]

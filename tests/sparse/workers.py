@@ -16,12 +16,11 @@ import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from opengem import mesh
-from opengem.config import ShardedSparseConfig
+from opengem import checkpoint, mesh
+from opengem.config import SparseConfig
 from opengem.data.batch import Batch
 from opengem.data.schema import Feature, Label, Schema, Stream
 from opengem.jagged import Jagged
-from opengem.sparse import checkpoint
 from opengem.sparse.collection import EmbeddingCollection
 from opengem.sparse.fully_sharded_2d import FullyShardedTables
 from opengem.sparse.pipeline import Pipeline
@@ -140,11 +139,11 @@ def train(collection: EmbeddingCollection, rank: int, world: int, steps: int, fi
 def one_process(steps: int, **options) -> tuple[list[float], dict]:
     """The reference: every sample in this process."""
     collection = EmbeddingCollection(SCHEMA, FEATURES, config(**options), "cpu", seed=3)
-    return train(collection, 0, 1, steps), copy(collection.state_dict())
+    return train(collection, 0, 1, steps), collection.gather()
 
 
-def config(**options) -> ShardedSparseConfig:
-    return ShardedSparseConfig(dim=DIM, init_std=0.3, check_replicas=True, **options)
+def config(**options) -> SparseConfig:
+    return SparseConfig(dim=DIM, init_std=0.3, check_replicas=True, **options)
 
 
 def make(replicas: int, placement=None, chunk_bytes=0, replicas_option="exact", **options) -> EmbeddingCollection:
@@ -196,7 +195,7 @@ def trajectories(rank: int, world: int, steps: int, names: tuple[str, ...] = ())
             continue
         collection = make(**arguments)
         losses = train(collection, rank, world, steps if name in MAIN else min(steps, SHORT))
-        found[name] = (losses, collection.state_dict(), collection.num_bytes())
+        found[name] = (losses, collection.gather(), collection.num_bytes())
     return found
 
 
@@ -207,9 +206,11 @@ def checkpoints(rank: int, world: int, folder: str) -> dict:
     for name, arguments in chosen.items():
         for saved in before:
             collection = make(**arguments)
-            checkpoint.load(collection, saved)
+            state = {"embeddings": collection.state_dict()}
+            checkpoint.load(checkpoint.find(saved), state)
+            collection.load_state_dict(state["embeddings"])
             loaded[f"{saved.name} into {name} on {world}"] = (
-                copy(collection.state_dict()),
+                collection.gather(),
                 train(collection, rank, world, 1, first=2),
             )
     if world > 1:
@@ -217,9 +218,7 @@ def checkpoints(rank: int, world: int, folder: str) -> dict:
     for name, arguments in chosen.items():
         collection = make(**arguments)
         train(collection, rank, world, 2)
-        path = Path(folder) / f"{name} on {world}"
-        path.mkdir(exist_ok=True)
-        checkpoint.save(collection, path, rank)
+        checkpoint.save(Path(folder) / f"{name} on {world}", 1, {"embeddings": collection.state_dict()}, keep=1)
     if world > 1:
         dist.barrier()
     return loaded
@@ -262,7 +261,7 @@ def average(rank: int, world: int) -> dict:
     for name, options in kinds.items():
         collection = make(world, replicas_option="average", **options)
         train(collection, rank, world, 3)
-        found[name] = collection.state_dict()
+        found[name] = collection.gather()
     alone = EmbeddingCollection(SCHEMA, FEATURES, config(), "cpu", seed=3)
     mean = copy(alone.state_dict())
     for step in range(3):

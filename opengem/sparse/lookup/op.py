@@ -82,7 +82,8 @@ def sort_all(lookups: list[Lookup]) -> list[Order]:
         return [_sort_plainly(x) for x in lookups]
     from opengem.sparse.lookup import triton
 
-    bases, firsts = ([0, *accumulate(n)] for n in zip(*((x.weight.shape[0], x.ids.shape[0]) for x in lookups)))
+    bases = list(accumulate((x.weight.shape[0] for x in lookups), initial=0))
+    firsts = list(accumulate((x.ids.shape[0] for x in lookups), initial=0))
     rows = lookups[0].ids.new_empty(firsts[-1], dtype=_row_dtype(bases[-1]))
     spans = list(zip(lookups, bases, firsts, firsts[1:], strict=False))
     bags = [
