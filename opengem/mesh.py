@@ -35,19 +35,22 @@ class Mesh:
 
     dense: axes (replica, shard). experts: axes (replica, expert_shard, expert), experts on neighbouring ranks.
     sparse: axes (sparse_shard, sparse_replica), replicas on neighbouring ranks: what replicas exchange (whole shards)
-    is more than what shards exchange (the batch's rows), so it goes over the faster links inside a node.
+    is more than what shards exchange (the batch's rows), so it goes over the faster links inside a node. ids: the same
+    ranks and axes with channels of their own, so that ids of the next batch pass vectors of this one.
     """
 
     spec: MeshSpec
     dense: DeviceMesh
     experts: DeviceMesh
     sparse: DeviceMesh
+    ids: DeviceMesh
 
 
 def build(spec: MeshSpec, device_type: str) -> Mesh:
     """Make the meshes over the default process group (`start` or torchrun made it). device_type: "cpu" or "cuda"."""
     spec = spec.resolve(dist.get_world_size())
     expert_shard = spec.shard // spec.expert
+    tables = ((spec.sparse_shard, spec.sparse_replica), ("sparse_shard", "sparse_replica"))
     return Mesh(
         spec,
         init_device_mesh(device_type, (spec.replica, spec.shard), mesh_dim_names=("replica", "shard")),
@@ -56,11 +59,8 @@ def build(spec: MeshSpec, device_type: str) -> Mesh:
             (spec.replica, expert_shard, spec.expert),
             mesh_dim_names=("replica", "expert_shard", "expert"),
         ),
-        init_device_mesh(
-            device_type,
-            (spec.sparse_shard, spec.sparse_replica),
-            mesh_dim_names=("sparse_shard", "sparse_replica"),
-        ),
+        init_device_mesh(device_type, tables[0], mesh_dim_names=tables[1]),
+        init_device_mesh(device_type, tables[0], mesh_dim_names=tables[1]),
     )
 
 
@@ -135,6 +135,21 @@ def sum_gradients(parameters: Iterable[Tensor], bucket_bytes: int = 32 << 20) ->
     for bucket, summed in zip(buckets, flat, strict=True):
         for grad, part in zip(bucket, summed.split([grad.numel() for grad in bucket]), strict=True):
             grad.copy_(part.view_as(grad))
+
+
+def swap_counts(sent: Tensor, group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
+    """(sent, received) on the host: how much this rank sends to each rank of the group, and gets; collective."""
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    sent, received = torch.stack([sent, received]).tolist()
+    return sent, received
+
+
+def exchange(values: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Send `values[: sent[0]]` to the first rank of the group, the next `sent[1]` to the second, ...; collective."""
+    out = values.new_empty(sum(received), *values.shape[1:])
+    dist.all_to_all_single(out, values.contiguous(), received, sent, group=group)
+    return out
 
 
 def gather_to_first(value: object) -> list | None:

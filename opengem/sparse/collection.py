@@ -23,7 +23,7 @@ from opengem.errors import UserError
 from opengem.jagged import Jagged
 from opengem.sparse.checkpoint import TableRows
 from opengem.sparse.lookup.reference import sum_bags
-from opengem.sparse.table import Piece, Tables
+from opengem.sparse.table import Piece, Request, Tables
 
 
 @dataclass(frozen=True)
@@ -165,12 +165,12 @@ class LocalRouter:
         return Route(rows)
 
     def vectors(self, route: Route, found: Tensor) -> Tensor:
-        """What `storage.lookup(route.rows)` found -> `[N, dim]` for the ids this process asked for."""
+        """What `storage` found for `route.rows` -> `[N, dim]` for the ids this process asked for."""
         return found
 
-    def grads(self, route: Route, grads: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients `[N, dim]` of this process's ids -> (rows kept here, gradients) ready for `storage.update`."""
-        return route.rows, grads
+    def grads(self, route: Route, grads: Tensor) -> Tensor:
+        """Gradients `[N, dim]` of this process's ids -> one for each of `route.rows`."""
+        return grads
 
     def agree(self, flag: Tensor) -> Tensor:
         """0-dim bool: whether `flag` holds on every process."""
@@ -194,6 +194,7 @@ class Distributed:
 
     inputs: list[Jagged | Tensor | None]
     route: Route
+    request: Request
 
 
 class EmbeddingCollection:
@@ -219,7 +220,7 @@ class EmbeddingCollection:
         self.storage = storage or Tables(whole, total, config.dim, device, eps=config.eps, dtype=row_dtype(config))
         first = {piece.table: piece.at for piece in whole}
         self.first = torch.tensor([first[slot.table] for slot in self.slots], device=device, dtype=torch.int64)
-        self.pending: list[tuple[Route, Leaves]] = []
+        self.pending: list[tuple[Distributed, Leaves]] = []
         self.reinitialise(seed)
 
     def __call__(self, batch: Batch) -> Embedded:
@@ -229,15 +230,16 @@ class EmbeddingCollection:
     def distribute(self, batch: Batch) -> Distributed:
         """Check the ids and send them to where the rows are. Needs no rows, so it may run ahead of the last update."""
         inputs, slot, rows = self.reader(batch)
-        return Distributed(inputs, self.router.send_ids(rows + self.first[slot]))
+        route = self.router.send_ids(rows + self.first[slot])
+        return Distributed(inputs, route, self.storage.request(route.rows, torch.is_grad_enabled()))
 
     def lookup(self, ids: Distributed) -> Embedded:
         """The second half of a call."""
-        vectors, kind = self.router.vectors(ids.route, self.storage.lookup(ids.route.rows)), self.reader.device.type
+        vectors, kind = self.router.vectors(ids.route, self.storage.lookup(ids.request)), self.reader.device.type
         vectors = vectors.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else vectors
         leaves = Leaves(self.slots, ids.inputs, vectors)
         if torch.is_grad_enabled():
-            self.pending.append((ids.route, leaves))
+            self.pending.append((ids, leaves))
         return leaves.embedded
 
     def finite(self) -> Tensor:
@@ -248,9 +250,8 @@ class EmbeddingCollection:
     def step(self, lr: float) -> None:
         """Exact row-wise Adagrad on the rows looked up since the last call, from the leaves' `.grad`."""
         if self.pending:
-            arrived = [self.router.grads(route, leaves.grads) for route, leaves in self.pending]
-            rows, grads = (torch.cat(parts) for parts in zip(*arrived, strict=True))
-            self.storage.update(rows, grads, lr)
+            arrived = [(ids.request, self.router.grads(ids.route, leaves.grads)) for ids, leaves in self.pending]
+            self.storage.update(arrived, lr)
             if self.config.check_replicas:
                 self.storage.assert_equal()
         self.discard()

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from opengem.config import SparseConfig
 from opengem.data.schema import Feature, Schema
-from opengem.mesh import Mesh
+from opengem.mesh import Mesh, exchange, swap_counts
 from opengem.sparse.collection import EmbeddingCollection, Route, pieces_of, row_dtype, slots_of, table_rows
 from opengem.sparse.fully_sharded_2d import FullyShardedTables
 from opengem.sparse.plan import Plan, plan
-from opengem.sparse.sharded_2d import ReplicatedTables
-from opengem.sparse.table import Tables, sum_duplicates
+from opengem.sparse.sharded_2d import Copies, ReplicatedTables
+from opengem.sparse.table import Duplicates, Tables
 
 
 def shard(
@@ -33,12 +33,13 @@ def shard(
     """
     slots = slots_of(schema, features, config.max_rows)
     rows = table_rows(slots)
-    group, replicas = mesh.sparse.get_group("sparse_shard"), mesh.sparse.get_group("sparse_replica")
+    group, id_group = (axes.get_group("sparse_shard") for axes in (mesh.sparse, mesh.ids))
+    replicas = Copies(*(axes.get_group("sparse_replica") for axes in (mesh.sparse, mesh.ids)))
     width = group.size()
     row_bytes = config.dim * row_dtype(config).itemsize + 4
     load = {name: float(sum(slot.table == name for slot in slots)) for name in rows}
     made = plan(rows, width, row_bytes=row_bytes, load=load, placement=placement)
-    router = AllToAllRouter(rows, made, group, device)
+    router = AllToAllRouter(rows, made, group, id_group, device)
     pieces, count = list(made.pieces[group.rank()]), made.rows(group.rank())
     numbers = {piece.table: piece.at for piece in pieces_of(rows)}
     options = {"eps": config.eps, "dtype": row_dtype(config), "numbers": numbers}
@@ -46,7 +47,7 @@ def shard(
         storage = FullyShardedTables(
             pieces, count, config.dim, device, replicas, config.replicas, config.reads, config.chunk_mb << 20, **options
         )
-    elif replicas.size() > 1:
+    elif replicas.group.size() > 1:
         storage = ReplicatedTables(pieces, count, config.dim, device, replicas, config.replicas, **options)
     else:
         storage = Tables(pieces, count, config.dim, device, **options)
@@ -55,9 +56,9 @@ def shard(
 
 @dataclass(frozen=True)
 class RemoteRoute(Route):
-    """inverse: int64 `[N]`, which distinct row each id is. sent, received: distinct rows by rank, host ints."""
+    """ids: the ids of this rank. sent, received: distinct rows by rank, host ints."""
 
-    inverse: Tensor
+    ids: Duplicates
     sent: list[int]
     received: list[int]
 
@@ -65,11 +66,14 @@ class RemoteRoute(Route):
 class AllToAllRouter:
     """Sends each distinct row number to the rank that keeps it; vectors and gradients travel the same way.
 
-    Every method is collective over `group`; a rank without ids takes part with empty messages.
+    Every method is collective over `group` (ids: `id_group`, the same ranks); a rank without ids takes part with empty
+    messages.
     """
 
-    def __init__(self, rows: dict[str, int], made: Plan, group: dist.ProcessGroup, device: torch.device | str) -> None:
-        self.group, self.ranks = group, group.size()
+    def __init__(
+        self, rows: dict[str, int], made: Plan, group: dist.ProcessGroup, id_group: dist.ProcessGroup,
+        device: torch.device | str) -> None:
+        self.group, self.id_group, self.ranks = group, id_group, group.size()
         self.rows_a_rank = max([made.rows(rank) for rank in range(self.ranks)] + [1])
         begin = {piece.table: piece.at for piece in pieces_of(rows)}
         runs = sorted(
@@ -86,19 +90,16 @@ class AllToAllRouter:
     def send_ids(self, rows: Tensor) -> RemoteRoute:
         """rows: int64 `[N]` in the numbering of all tables -> the rows that were asked of this rank."""
         places = rows + self.shifts[torch.searchsorted(self.starts, rows, right=True) - 1]
-        wanted, inverse = torch.unique(places, return_inverse=True)
-        sent = torch.searchsorted(wanted, self.edges).diff()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
-        sent, received = torch.stack([sent, received]).tolist()
-        return RemoteRoute(self._exchange(wanted % self.rows_a_rank, sent, received), inverse, sent, received)
+        ids = Duplicates.of(places)
+        sent, received = swap_counts(torch.searchsorted(ids.distinct, self.edges).diff(), self.id_group)
+        asked = exchange(ids.distinct % self.rows_a_rank, sent, received, self.id_group)
+        return RemoteRoute(asked, ids, sent, received)
 
     def vectors(self, route: RemoteRoute, found: Tensor) -> Tensor:
-        return self._exchange(found, route.received, route.sent).index_select(0, route.inverse)
+        return exchange(found, route.received, route.sent, self.group).index_select(0, route.ids.inverse)
 
-    def grads(self, route: RemoteRoute, grads: Tensor) -> tuple[Tensor, Tensor]:
-        _, summed = sum_duplicates(route.inverse, grads)
-        return route.rows, self._exchange(summed, route.sent, route.received)
+    def grads(self, route: RemoteRoute, grads: Tensor) -> Tensor:
+        return exchange(route.ids.sum(grads), route.sent, route.received, self.group)
 
     def agree(self, flag: Tensor) -> Tensor:
         votes = flag.to(torch.int32)
@@ -109,8 +110,3 @@ class AllToAllRouter:
         whole = own.float()  # each row comes from one rank, so the sum is exact
         dist.all_reduce(whole)
         return whole.to(own.dtype)
-
-    def _exchange(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        out = values.new_empty(sum(received), *values.shape[1:])
-        dist.all_to_all_single(out, values.contiguous(), received, sent, group=self.group)
-        return out

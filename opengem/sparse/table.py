@@ -15,7 +15,6 @@ from torch import Tensor
 from opengem.sparse import noise
 from opengem.sparse.lookup import op
 from opengem.sparse.lookup.optimiser import Optimiser
-from opengem.sparse.lookup.reference import sum_segments
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,17 @@ class Piece:
         """What of this piece lies in rows `[first, last)`, for a matrix with row `first` at `at`; None: nothing."""
         begin, end = max(self.at, first), min(self.at + self.rows, last)
         return Piece(self.table, self.first + begin - self.at, end - begin, at + begin - first) if begin < end else None
+
+
+@dataclass(frozen=True)
+class Request:
+    """Rows asked of a storage, and all that can be prepared before their values and gradients are known.
+
+    rows: int64 `[N]` in the storage's numbering. order: of the update that will follow, or None.
+    """
+
+    rows: Tensor
+    order: op.Order | None
 
 
 class Tables:
@@ -62,18 +72,24 @@ class Tables:
         self.moment.zero_()
         self.updates = 0
 
-    def lookup(self, rows: Tensor) -> Tensor:
-        """float32 `[N, dim]`: the given rows (int64 `[N]`, in [0, R)) of the matrix."""
-        return self.weight.index_select(0, rows).float()
+    def request(self, rows: Tensor, learn: bool) -> Request:
+        """Rows (int64 `[N]`, in [0, R), may repeat) that will be looked up and, if `learn`, updated."""
+        return Request(rows, op.sort_rows(self.weight, rows) if learn else None)
 
-    def update(self, rows: Tensor, grads: Tensor, lr: float) -> None:
-        """One step of row-wise Adagrad. rows: int64 `[N]`, may repeat; grads: float32 `[N, dim]`, one for each.
+    def lookup(self, request: Request) -> Tensor:
+        """float32 `[N, dim]`: the rows of the request."""
+        return self.weight.index_select(0, request.rows).float()
+
+    def update(self, arrived: list[tuple[Request, Tensor]], lr: float) -> None:
+        """One step of row-wise Adagrad, from requests and float32 `[N, dim]` gradients of each of their rows.
 
         Gradients of one row are summed first; then moment += mean(grad²) and
         weight -= lr * grad / (sqrt(moment) + eps). Rows not named stay as they are. N = 0 is a no-op.
         """
         self.updates += 1
-        order = op.sort_rows(self.weight, rows)
+        order, grads = arrived[0][0].order, torch.cat([grads for _, grads in arrived])
+        if len(arrived) > 1:
+            order = op.sort_rows(self.weight, torch.cat([request.rows for request, _ in arrived]))
         op.update(self.weight, {"moment": self.moment}, order, grads, self.optimiser, lr=lr, step=self.updates,
                   rounding=self.rounding)
 
@@ -89,6 +105,27 @@ class Tables:
         """RuntimeError if copies on other ranks differ; there are none here."""
 
 
-def sum_duplicates(rows: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
-    """(distinct rows ascending, their summed gradients); summed in order of appearance, so the same bits every time."""
-    return sum_segments(*rows.sort(stable=True), grads)
+@dataclass(frozen=True)
+class Duplicates:
+    """Which of row numbers int64 `[N]` are equal; made before their gradients are known, so `sum` waits for no host.
+
+    distinct: `[U]` ascending. inverse: `[N]`, which of them each is. order: `[N]`, positions sorted by row, stable.
+    segments: `[N]`, `inverse` in that order.
+    """
+
+    distinct: Tensor
+    inverse: Tensor
+    order: Tensor
+    segments: Tensor
+
+    @classmethod
+    def of(cls, rows: Tensor) -> Duplicates:
+        ascending, order = rows.sort(stable=True)
+        distinct, counts = torch.unique_consecutive(ascending, return_counts=True)
+        every = torch.arange(distinct.shape[0], device=rows.device)
+        segments = torch.repeat_interleave(every, counts, output_size=rows.shape[0])
+        return cls(distinct, torch.empty_like(order).index_copy_(0, order, segments), order, segments)
+
+    def sum(self, grads: Tensor) -> Tensor:
+        """float32 `[U, dim]`: gradients `[N, dim]` summed by row, in order of appearance: the same bits every time."""
+        return op.sum_segments(self.segments, self.order, self.distinct.shape[0], grads)

@@ -25,6 +25,7 @@ from opengem.sparse.collection import EmbeddingCollection
 from opengem.sparse.fully_sharded_2d import FullyShardedTables
 from opengem.sparse.pipeline import Pipeline
 from opengem.sparse.sharded import shard
+from opengem.sparse.sharded_2d import Copies
 from opengem.sparse.table import Piece
 
 DIM, BATCH, SHORT = 8, 12, 8
@@ -152,7 +153,7 @@ def make(replicas: int, placement=None, chunk_bytes=0, replicas_option="exact", 
     made = shard(SCHEMA, FEATURES, config(replicas=replicas_option, **options), "cpu", 3, meshes, placement)
     if chunk_bytes:
         own = made.storage
-        shape = (own.pieces_of_shard, sum(p.rows for p in own.pieces_of_shard), DIM, "cpu", own.group, own.semantics)
+        shape = (own.pieces_of_shard, sum(p.rows for p in own.pieces_of_shard), DIM, "cpu", own.copies, own.semantics)
         made.storage = type(own)(*shape, "chunks", chunk_bytes, eps=1e-8)
         made.reinitialise(3)
     return made
@@ -326,9 +327,10 @@ def peak(rank: int, world: int) -> tuple[int, int, int]:
     meshes = mesh.build(mesh.MeshSpec(sparse_replica=world), "cpu")
     chunk = 64 << 10
     piece, group = Piece("t", 0, 20_000, 0), meshes.sparse.get_group("sparse_replica")
-    tables = FullyShardedTables([piece], 20_000, DIM, "cpu", group, "exact", "chunks", chunk, eps=0)
+    copies = Copies(group, meshes.ids.get_group("sparse_replica"))
+    tables = FullyShardedTables([piece], 20_000, DIM, "cpu", copies, "exact", "chunks", chunk, eps=0)
     rows = torch.arange(10) * 1999
     with LiveBytes(tables.weight) as bytes_alive:
-        found = tables.lookup(rows)
+        found = tables.lookup(tables.request(rows, learn=False))
     assert found.shape == (10, DIM)
     return 20_000 * DIM * 4, chunk, bytes_alive.most

@@ -99,9 +99,23 @@ def sort_all(lookups: list[Lookup]) -> list[Order]:
 
 def sort_rows(weight: Tensor, rows: Tensor) -> Order:
     """The order of row numbers int64 `[N]` of the matrix itself, with one gradient row each."""
+    return _order_of(weight, *rows.to(_row_dtype(weight.shape[0])).sort(stable=True))
+
+
+def sum_segments(segments: Tensor, order: Tensor, count: int, grads: Tensor) -> Tensor:
+    """float32 `[count, D]`: the sum of `grads[order[p]]` over the positions p of each segment.
+
+    segments: int64 `[N]` ascending, each of 0 ... count - 1 at least once. Sums are in order of position.
+    """
+    out = torch.zeros(count, grads.shape[1], dtype=torch.float32, device=grads.device)
+    keys = segments.to(_row_dtype(count))
+    update(out, {}, _order_of(out, keys, order), grads, Optimiser("sgd"), lr=-1.0, step=1)  # 0 + 1 x the sum
+    return out
+
+
+def _order_of(weight: Tensor, keys: Tensor, order: Tensor) -> Order:
     kernels = _implementation(weight)
-    keys, order = rows.to(_row_dtype(weight.shape[0])).sort(stable=True)
-    if kernels is reference or rows.shape[0] == 0:
+    if kernels is reference or keys.shape[0] == 0:
         return Order(keys, order, None, None)
     rows, source, *pieces = kernels.find_pieces(keys, order, None, 0, 0, keys.dtype)
     return Order(rows, source, None, tuple(pieces))
