@@ -9,8 +9,10 @@ input pipeline the same bits. Time: lookup, a dense stand-in of `--dense-ms`, up
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -112,40 +114,88 @@ def check(say, rank: int, world: int, device: str) -> None:
              "ok": worst < 1e-5 and torch.equal(*final)})  # fmt: skip
 
 
-def time_steps(say, rank: int, world: int, device: str, dense_ms: float) -> None:
-    rows, samples = 2_000_000, 1024
+def make(name: str, rows: int, device: str, chunk_mb: int = 512):
+    """(collection, bytes that it keeps on the device, measured)."""
+    copies, config = generations(dist.get_world_size())[name]
+    config = dataclasses.replace(config, check_replicas=False, chunk_mb=chunk_mb)
     described = schema(rows)
+    torch.cuda.empty_cache()
+    begin = torch.cuda.memory_allocated()
+    meshes = mesh.build(mesh.MeshSpec(sparse_replica=copies), "cuda")
+    made = shard(described, list(described.features), config, device, 0, meshes)
+    torch.cuda.synchronize()
+    return made, torch.cuda.memory_allocated() - begin
+
+
+def memory(say, rank: int, world: int, device: str) -> None:
+    """Persistent bytes of a copied and a fully sharded collection, and what reading by chunks needs beside them."""
+    kept = {}
+    for name in ("v2", "v3", "v3 by chunks"):
+        made, kept[name] = make(name, 2_000_000, device, chunk_mb=256)
+        small = batch(2_000_000, 8, rank, device)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with torch.no_grad():
+            made(small)
+        torch.cuda.synchronize()
+        beside = torch.cuda.max_memory_allocated() - before
+        say({"memory": name, "world": world, "computed_bytes": made.num_bytes(), "measured_bytes": kept[name],
+             "of_v2_over_copies": kept[name] * world / kept["v2"], "beside_in_a_lookup": beside,
+             "chunk_bytes": 256 << 20})  # fmt: skip
+        del made
+
+
+def time_steps(say, rank: int, world: int, device: str, dense_ms: float, timeline: Path | None) -> None:
+    """A step of each generation: lookup, a dense stand-in forward and backward, update; through the input pipeline."""
+    rows, samples = 2_000_000, 1024
     a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
-    for name, (copies, config) in generations(world).items():
-        config = SparseConfig(dim=64, fully_shard=config.fully_shard, reads=config.reads, chunk_mb=512)
-        meshes = mesh.build(mesh.MeshSpec(sparse_replica=copies), "cuda")
-        torch.cuda.empty_cache()
+    batches = [batch(rows, samples, step * world + rank, device) for step in range(8)]
+    for name in generations(world):
+        made, persistent = make(name, rows, device)
         torch.cuda.reset_peak_memory_stats()
         begin = torch.cuda.memory_allocated()
-        made = shard(described, list(described.features), config, device, 0, meshes)
-        batches = [batch(rows, samples, step * world + rank, device) for step in range(24)]
-        torch.cuda.reset_peak_memory_stats()
-        marks = []
-        for _, embedded in Pipeline(batches, made):
-            first = torch.cuda.Event(enable_timing=True)
-            first.record()
-            marks.append(first)
-            for _ in range(int(dense_ms / 1.5)):
-                a @ a
-            loss_of(embedded, samples).backward()
-            made.step(0.05)
-        torch.cuda.synchronize()
+
+        def steps(count: int, made=made) -> list[torch.cuda.Event]:
+            marks = []
+            for _, embedded in Pipeline([batches[i % 8] for i in range(count)], made):
+                marks.append(torch.cuda.Event(enable_timing=True))
+                marks[-1].record()
+                for _ in range(int(dense_ms / 1.5)):
+                    a @ a
+                loss_of(embedded, samples).backward()
+                made.step(0.05)
+            torch.cuda.synchronize()
+            return marks
+
+        marks = steps(24)
         times = sorted(x.elapsed_time(y) for x, y in zip(marks[4:], marks[5:], strict=False))
         peak = torch.cuda.max_memory_allocated() - begin
-        say({"time": name, "world": world, "step_ms": times[len(times) // 2], "dense_ms": dense_ms,
-             "persistent_bytes": made.num_bytes(), "peak_bytes": peak})  # fmt: skip
-        del made, batches, embedded
+        say({"time": name, "world": world, "step_ms": times[len(times) // 2], "spread": times[-2] / times[1] - 1,
+             "dense_ms": dense_ms, "persistent_bytes": persistent, "peak_beside_bytes": peak})  # fmt: skip
+        if timeline is not None and name in ("v2", "v3"):
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+                steps(5)
+            if rank == 0:
+                write_timeline(profiler, timeline / f"timeline_{name}.json")
+        del made
+
+
+def write_timeline(profiler, path: Path) -> None:
+    """What ran on the device: [stream, begin us, length us, name]."""
+    with tempfile.TemporaryDirectory() as folder:
+        whole = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(whole))
+        events = json.loads(whole.read_text())["traceEvents"]
+    device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    path.write_text(json.dumps([[e["args"].get("stream"), e["ts"], e["dur"], e["name"][:60]] for e in device]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--dense-ms", type=float, default=30.0)
+    parser.add_argument("--timeline", type=Path, help="folder for what ran on the device in steps of V2 and V3")
     arguments = parser.parse_args()
     rank, world = mesh.start("cuda", timeout_s=60)
     device = f"cuda:{torch.cuda.current_device()}"
@@ -158,7 +208,8 @@ def main() -> None:
 
     with mesh.fail_together():
         check(say, rank, world, device)
-        time_steps(say, rank, world, device, arguments.dense_ms)
+        memory(say, rank, world, device)
+        time_steps(say, rank, world, device, arguments.dense_ms, arguments.timeline)
         dist.barrier()
     dist.destroy_process_group()
 
