@@ -111,8 +111,8 @@ def _update(group: bench.Group, orders: list, options: dict):
     def update(i: int) -> None:
         order, outputs = orders[i % 2], group.outputs(i % 2)
         kernels.update(
-            group.weight, group.state["moment"], None, group.grads[:outputs], order.rows, order.source,
-            order.coefficients, *order.pieces, group.rounding.at_step(i), "adagrad",
+            group.weight, group.state["moment"], None, group.grads[:outputs], order.keys, order.source,
+            order.coefficients, *order.pieces, order.span, group.rounding.at_step(i), "adagrad",
             (0.01, 1e-8, 1.0, 0.9, 0.999, 1.0, 1.0), **options,
         )  # fmt: skip
 

@@ -20,34 +20,25 @@ from benchmarks.kernels import sparse as bench
 from opengem.sparse.lookup import triton as kernels
 
 SCALARS = (0.01, 1e-8, 1.0, 0.9, 0.999, 1.0, 1.0)
-TILES = [(1024, 1), (2048, 1), (2048, 2), (4096, 2), (4096, 4), (1024, 2)]
-FORWARD = [{"elements": e, "num_warps": w} for e, w in TILES]
-POSITIONS = [
-    {"elements": e, "num_warps": w, "tiles": t, "evict": v}
-    for e, w in [(1024, 1), (2048, 2), (2048, 4), (4096, 4)] for t in (1, 4) for v in ("", "evict_first")
-]  # fmt: skip
-# (SHORT, CUT, short elements, warps, programs, long elements, warps)
+FORWARD = [{"elements": e, "num_warps": w} for e, w in [(1024, 1), (512, 1), (256, 1), (512, 2), (2048, 2)]]
+# (CUT, short tile, long tile, programs an SM of the short kernel)
 UPDATE = [
-    (4, 128, 512, 1, 256, 512, 1),
-    (4, 128, 512, 1, 64, 1024, 1),
-    (4, 128, 1024, 1, 256, 1024, 2),
-    (4, 128, 1024, 2, 64, 2048, 2),
-    (4, 128, 512, 2, 64, 2048, 4),
-    (4, 128, 256, 1, 256, 4096, 4),
-    (2, 128, 512, 1, 256, 1024, 1),
-    (8, 128, 512, 1, 256, 1024, 1),
-    (4, 256, 512, 1, 128, 1024, 1),
-    (4, 64, 1024, 1, 64, 1024, 1),
-    (8, 256, 1024, 2, 64, 2048, 2),
+    (128, None, (512, 1), 256),
+    (128, None, (256, 1), 32),
+    (128, (256, 1), (1024, 1), 64),
+    (128, (512, 1), (512, 1), 1024),
+    (128, (128, 1), (512, 2), 256),
+    (256, None, (512, 1), 128),
+    (64, None, (512, 1), 128),
 ]
 
 
 def update(group, order, batch: int, step: int, options: tuple) -> None:
-    short, cut, elements, warps, programs, long_elements, long_warps = options
+    _, short, long, programs = options
     kernels.update(
-        group.weight, group.state["moment"], None, group.grads[: group.outputs(batch)], order.rows, order.source,
-        order.coefficients, *order.pieces, group.rounding.at_step(step), "adagrad", SCALARS, elements=elements,
-        num_warps=warps, programs_per_sm=programs, long_elements=long_elements, long_warps=long_warps,
+        group.weight, group.state["moment"], None, group.grads[: group.outputs(batch)], order.keys, order.source,
+        order.coefficients, *order.pieces, order.span, group.rounding.at_step(step), "adagrad", SCALARS, short=short,
+        long=long, programs_per_sm=programs,
     )  # fmt: skip
 
 
@@ -83,15 +74,12 @@ def forward_variants(say, groups) -> None:
         for part, name in ((rows, "lookup_rows_kernel"), (pooled, "lookup_pooled_kernel")):
             step = lambda i, part=part, options=options: [lookup(g, i % 2, options) for g in part]  # noqa: E731
             say({"forward": options, **profiled(step, [name], part)})
-    for options in POSITIONS:
-        step = lambda i, options=options: [lookup(g, i % 2, options) for g in rows]  # noqa: E731
-        say({"forward": options, **profiled(step, ["lookup_positions_kernel"], rows)})
 
 
 def update_variants(say, groups) -> None:
     names = ["update_short_kernel", "update_long_kernel", "combine_kernel"]
     for options in UPDATE:
-        kernels.SHORT, kernels.CUT = options[:2]
+        kernels.CUT = options[0]
         orders = [bench.sort(groups, i) for i in range(2)]
 
         def step(i: int, orders=orders, options=options) -> None:
@@ -101,7 +89,7 @@ def update_variants(say, groups) -> None:
         say({"update": options, **profiled(step, names, groups)})
         ms = bench.timed(step, 6)[0]
         say({"update": options, "ms": ms})
-    kernels.SHORT, kernels.CUT = UPDATE[0][:2]
+    kernels.CUT = UPDATE[0][0]
 
 
 def sort_variants(say, groups) -> None:
@@ -123,13 +111,13 @@ def warm(part: int, parts: int) -> None:
         groups = bench.make(dtype, 0.001, torch.device("cuda"), batches=1)
         chosen = [g for g in groups if g.kind in ("weighted", "none")]
         for options in UPDATE:
-            kernels.SHORT, kernels.CUT = options[:2]
+            kernels.CUT = options[0]
             for group in chosen:
                 number += 1
                 if number % parts == part:
                     update(group, bench.sort([group], 0)[0], 0, 1, options)
-        kernels.SHORT, kernels.CUT = UPDATE[0][:2]
-        for options in [*FORWARD, *POSITIONS]:
+        kernels.CUT = UPDATE[0][0]
+        for options in FORWARD:
             for group in groups[2:]:  # sum, weighted, none of some width
                 number += 1
                 if number % parts == part:

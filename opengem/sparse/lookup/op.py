@@ -31,12 +31,14 @@ POOLINGS = ("sum", "mean", "none")
 class Order:
     """The ids of a batch in the order an update needs.
 
-    rows: `[N]` sorted row numbers. source: `[N]`, the row of the gradients each position takes. coefficients: float32
-    `[N]` that multiply them, or None for 1. pieces: how the kernels cut `rows` (None for the plain implementation).
+    keys: sorted row numbers. source: the row of the gradients that each position takes. span: which positions
+    [first, last) of both are of this matrix, and the key of its row 0. coefficients: float32 `[last - first]` that
+    multiply the gradients, or None for 1. pieces: how the kernels cut `keys` (None for the plain implementation).
     """
 
-    rows: Tensor
+    keys: Tensor
     source: Tensor
+    span: tuple[int, int, int]
     coefficients: Tensor | None
     pieces: tuple[Tensor, Tensor] | None
 
@@ -84,22 +86,26 @@ def sort_all(lookups: list[Lookup]) -> list[Order]:
 
     bases = list(accumulate((x.weight.shape[0] for x in lookups), initial=0))
     firsts = list(accumulate((x.ids.shape[0] for x in lookups), initial=0))
-    rows = lookups[0].ids.new_empty(firsts[-1], dtype=_row_dtype(bases[-1]))
-    spans = list(zip(lookups, bases, firsts, firsts[1:], strict=False))
-    bags = [
-        triton.number_rows(x.ids, x.offsets, x.first_rows, rows[first:last], base, x.pooling != "none")
-        for x, base, first, last in spans
-    ]
-    keys, order = rows.sort(stable=True)
-    return [
-        _cut_order(x, bag if x.pooling != "none" else None, keys[first:last], order[first:last], base, first)
-        for bag, (x, base, first, last) in zip(bags, spans, strict=True)
-    ]
+    keys = lookups[0].ids.new_empty(firsts[-1], dtype=_key_dtype(bases[-1]))
+    origins = torch.empty_like(keys, dtype=torch.int32)
+    spans = list(zip(firsts, firsts[1:], bases, strict=False))
+    for x, (first, last, base) in zip(lookups, spans, strict=True):
+        part = (keys[first:last], origins[first:last])
+        triton.number_rows(x.ids, x.offsets, x.first_rows, *part, base, x.pooling != "none")
+    keys, order = keys.sort(stable=True)
+    source, *pieces = triton.find_pieces(keys, order, origins) if firsts[-1] else (origins, keys, keys)
+    found = []
+    for x, span in zip(lookups, spans, strict=True):
+        factors = _factors(x, origins[span[0] : span[1]])
+        if factors is not None:
+            factors = factors.index_select(0, order[span[0] : span[1]] - span[0])
+        found.append(Order(keys, source, span, factors, tuple(pieces)))
+    return found
 
 
 def sort_rows(weight: Tensor, rows: Tensor) -> Order:
     """The order of row numbers int64 `[N]` of the matrix itself, with one gradient row each."""
-    return _order_of(weight, *rows.to(_row_dtype(weight.shape[0])).sort(stable=True))
+    return _order_of(weight, *rows.to(_key_dtype(weight.shape[0])).sort(stable=True))
 
 
 def sum_segments(segments: Tensor, order: Tensor, count: int, grads: Tensor) -> Tensor:
@@ -108,44 +114,28 @@ def sum_segments(segments: Tensor, order: Tensor, count: int, grads: Tensor) -> 
     segments: int64 `[N]` ascending, each of 0 ... count - 1 at least once. Sums are in order of position.
     """
     out = torch.zeros(count, grads.shape[1], dtype=torch.float32, device=grads.device)
-    keys = segments.to(_row_dtype(count))
+    keys = segments.to(_key_dtype(count))
     update(out, {}, _order_of(out, keys, order), grads, Optimiser("sgd"), lr=-1.0, step=1)  # 0 + 1 x the sum
     return out
 
 
 def _order_of(weight: Tensor, keys: Tensor, order: Tensor) -> Order:
-    kernels = _implementation(weight)
+    kernels, span = _implementation(weight), (0, keys.shape[0], 0)
     if kernels is reference or keys.shape[0] == 0:
-        return Order(keys, order, None, None)
-    rows, source, *pieces = kernels.find_pieces(keys, order, None, 0, 0, keys.dtype)
-    return Order(rows, source, None, tuple(pieces))
+        return Order(keys, order, span, None, None)
+    source, *pieces = kernels.find_pieces(keys, order, torch.arange(span[1], dtype=torch.int32, device=keys.device))
+    return Order(keys, source, span, None, tuple(pieces))
 
 
 def _sort_plainly(x: Lookup) -> Order:
     rows, bags = reference.number_rows(x.ids, x.offsets, x.first_rows)
     rows, order = rows.sort(stable=True)
-    factors = _factors(x, bags)
-    return Order(
-        rows, bags.index_select(0, order) if x.pooling != "none" else order,
-        factors.index_select(0, order) if factors is not None else None, None,
-    )  # fmt: skip
+    factors, source = _factors(x, bags), bags.index_select(0, order) if x.pooling != "none" else order
+    factors = factors.index_select(0, order) if factors is not None else None
+    return Order(rows, source, (0, rows.shape[0], 0), factors, None)
 
 
-def _cut_order(x: Lookup, bags: Tensor | None, keys: Tensor, order: Tensor, base: int, first: int) -> Order:
-    """The part of a sort that belongs to one lookup, its rows counted from `base` and its positions from `first`."""
-    factors = _factors(x, bags)
-    if factors is not None:
-        factors = factors.index_select(0, order - first)
-    dtype = _row_dtype(x.weight.shape[0])
-    if keys.shape[0] == 0:
-        return Order(keys.to(dtype), order.int(), factors, None)
-    from opengem.sparse.lookup import triton
-
-    rows, source, *pieces = triton.find_pieces(keys, order, bags, base, first, dtype)
-    return Order(rows, source, factors, tuple(pieces))
-
-
-def _factors(x: Lookup, bags: Tensor | None) -> Tensor | None:
+def _factors(x: Lookup, bags: Tensor) -> Tensor | None:
     """float32 `[N]` that multiply the gradient of each position, or None for 1."""
     if x.pooling != "mean":
         return x.sample_weights
@@ -162,7 +152,7 @@ def update(
     ..., the number of this update. rounding: the noise for 16-bit rows (default: rows are numbered as in the matrix).
     No ids: nothing happens.
     """
-    if order.rows.shape[0] == 0:
+    if order.span[0] == order.span[1]:
         return
     rounding = rounding or noise.Rounding.of([(0, 0)], weight.device)
     if order.pieces is None:
@@ -170,14 +160,13 @@ def update(
         if order.coefficients is not None:
             grads = grads * order.coefficients[:, None]
         every = torch.arange(grads.shape[0], device=grads.device)
-        rows, summed = reference.sum_segments(order.rows, every, grads)
+        rows, summed = reference.sum_segments(order.keys, every, grads)
         reference.update(weight, state, rows.long(), summed, optimiser, lr, step, rounding)
         return
-    numbers, starts = order.pieces
     scalars = (lr, optimiser.eps, optimiser.moment_scale, *optimiser.betas, *optimiser.corrections(step))
     _implementation(weight).update(
-        weight, state.get("moment"), state.get("mean"), grads, order.rows, order.source, order.coefficients,
-        numbers, starts, rounding.at_step(step), optimiser.kind, tuple(map(float, scalars)),
+        weight, state.get("moment"), state.get("mean"), grads, order.keys, order.source, order.coefficients,
+        *order.pieces, order.span, rounding.at_step(step), optimiser.kind, tuple(map(float, scalars)),
     )  # fmt: skip
 
 
@@ -189,8 +178,8 @@ def _implementation(weight: Tensor):
     return triton
 
 
-def _row_dtype(rows: int) -> torch.dtype:
-    """int32 row numbers sort twice as fast; chosen by the number of rows alone, so every rank agrees."""
+def _key_dtype(rows: int) -> torch.dtype:
+    """int32 keys sort twice as fast; chosen by the number of rows alone, so every rank agrees."""
     return torch.int32 if rows < 2**31 else torch.int64
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from opengem.kernels.launch import multiprocessors
 
 CUT = 128  # positions after which a segment is cut
-SHORT = 4  # longest piece that is reduced together with others
+SHORT = 2  # longest piece that is reduced together with others
 
 
 # ---- noise and rounding, bit for bit those of opengem.sparse.noise --------------------------------------------
@@ -97,28 +97,7 @@ def lookup_rows_kernel(
     weight, ids, offsets, first_rows, out, bags_per_feature,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One bag a program: out[p] = weight[first_rows[feature] + ids[p]] for each position p of the bag."""
-    bag = tl.program_id(0).to(tl.int64)
-    first_row = tl.load(first_rows + bag // bags_per_feature)
-    begin = tl.load(offsets + bag)
-    end = tl.load(offsets + bag + 1)
-    column = tl.arange(0, BLOCK_D)
-    for start in range(begin, end, ROWS):
-        position = start + tl.arange(0, ROWS)
-        live = position < end
-        row = first_row + tl.load(ids + position, mask=live, other=0)
-        mask = live[:, None] & (column < DIM)[None, :]
-        found = tl.load(weight + row[:, None] * DIM + column[None, :], mask=mask, other=0.0)
-        address = position.to(tl.int64)[:, None] * DIM + column[None, :]
-        tl.store(out + address, found.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["bags_per_feature"])
-def lookup_positions_kernel(
-    weight, ids, offsets, first_rows, out, bags_per_feature,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, EVICT: tl.constexpr,
-):  # fmt: skip
-    """A stretch of the positions of one feature a program: out[p] = weight[first_rows[feature] + ids[p]]."""
+    """ROWS positions of one feature at a time, whatever their bags: out[p] = weight[first_rows[feature] + ids[p]]."""
     feature = tl.program_id(1).to(tl.int64)
     first_row = tl.load(first_rows + feature)
     begin = tl.load(offsets + feature * bags_per_feature)
@@ -131,7 +110,7 @@ def lookup_positions_kernel(
         mask = live[:, None] & (column < DIM)[None, :]
         found = tl.load(weight + row[:, None] * DIM + column[None, :], mask=mask, other=0.0)
         address = position.to(tl.int64)[:, None] * DIM + column[None, :]
-        tl.store(out + address, found.to(out.dtype.element_ty), mask=mask, eviction_policy=EVICT)
+        tl.store(out + address, found.to(out.dtype.element_ty), mask=mask)
 
 
 # ---- the order of an update -----------------------------------------------------------------------------------
@@ -139,10 +118,11 @@ def lookup_positions_kernel(
 
 @triton.jit(do_not_specialize=["bags_per_feature", "base"])
 def number_rows_kernel(
-    ids, offsets, first_rows, rows, bags, bags_per_feature, base,
+    ids, offsets, first_rows, keys, origins, bags_per_feature, base,
     POOLED: tl.constexpr, BAGS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BAGS bags of a feature a program: rows[p] = base + first_rows[feature] + ids[p], and bags[p] if POOLED."""
+    """BAGS bags of a feature a program: keys[p] = base + first_rows[feature] + ids[p]; origins[p] = the row of the
+    gradients that position p takes, which is its bag if POOLED."""
     feature = tl.program_id(1).to(tl.int64)
     each = tl.program_id(0) * BAGS + tl.arange(0, BAGS)
     bag = feature * bags_per_feature + each
@@ -153,30 +133,21 @@ def number_rows_kernel(
         position = begin[:, None] + start + tl.arange(0, BLOCK)[None, :]
         live = position < end[:, None]
         row = first_row + tl.load(ids + position, mask=live, other=0)
-        tl.store(rows + position, row.to(rows.dtype.element_ty), mask=live)
-        if POOLED:
-            tl.store(bags + position, (bag[:, None] + tl.zeros_like(position)).to(tl.int32), mask=live)
+        tl.store(keys + position, row.to(keys.dtype.element_ty), mask=live)
+        origin = bag[:, None] + tl.zeros_like(position) if POOLED else position
+        tl.store(origins + position, origin.to(tl.int32), mask=live)
 
 
-@triton.jit(do_not_specialize=["count", "base", "first"])
-def mark_pieces_kernel(
-    keys, order, bags, rows, marks, source, count, base, first, CUT: tl.constexpr, POOLED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """marks[p] = 1 where a piece begins; source[p] = row of the gradients that position p of the sorted keys takes.
-
-    rows[p] = keys[p] - base, and `order` counts positions from `first`.
-    """
+@triton.jit(do_not_specialize=["count"])
+def mark_pieces_kernel(keys, order, origins, marks, source, count, CUT: tl.constexpr, BLOCK: tl.constexpr):
+    """marks[p] = 1 where a piece of the sorted keys begins; source[p] = origins[order[p]]."""
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = position < count
-    row = tl.load(keys + position, mask=live, other=-1)
+    key = tl.load(keys + position, mask=live, other=-1)
     before = tl.load(keys + position - 1, mask=live & (position > 0), other=-1)
-    tl.store(rows + position, (row - base).to(rows.dtype.element_ty), mask=live)
-    tl.store(marks + position, ((row != before) | (position % CUT == 0)).to(tl.int32), mask=live)
-    origin = tl.load(order + position, mask=live, other=first) - first
-    if POOLED:
-        origin = tl.load(bags + origin, mask=live, other=0).to(tl.int64)
-    tl.store(source + position, origin.to(tl.int32), mask=live)
+    tl.store(marks + position, ((key != before) | (position % CUT == 0)).to(tl.int32), mask=live)
+    origin = tl.load(origins + tl.load(order + position, mask=live, other=0), mask=live, other=0)
+    tl.store(source + position, origin, mask=live)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -195,18 +166,17 @@ def list_pieces_kernel(numbers, starts, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def _apply(
-    acc, row, column, apply, old, weight, moment, first_moment, run_starts, run_shifts, key, num_runs,
+    acc, row, column, apply, old, second, weight, moment, first_moment, run_starts, run_shifts, key, num_runs,
     lr, eps, moment_scale, beta1, beta2, correction1, correction2,
     DIM: tl.constexpr, OPTIMISER: tl.constexpr, ROUND: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
-    """Step the rows [S] by summed gradients `acc` [S, D] where `apply` [S]; `old` [S, D] are their present values."""
+    """Step the rows [S] by summed gradients `acc` [S, D] where `apply` [S]; `old` and `second` are what they hold."""
     mask = apply[:, None] & (column < DIM)[None, :]
     address = row[:, None] * DIM + column[None, :]
     if OPTIMISER == "sgd":
         change = lr * acc
     else:
         square = tl.sum(acc * acc, axis=1) / DIM
-        second = tl.load(moment + row, mask=apply, other=0.0)
         if OPTIMISER == "adagrad":
             second += square
             scale = lr / (tl.sqrt(second * moment_scale) + eps)
@@ -226,61 +196,95 @@ def _apply(
     tl.store(weight + address, new.to(weight.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["count", "key", "num_runs"])
+@triton.jit
+def _gradients(grads, origin, column, live, DIM: tl.constexpr):
+    """float32 [S, D]: the gradients of rows `origin` [S], 0 where not `live`."""
+    address = origin.to(tl.int64)[:, None] * DIM + column[None, :]
+    return tl.load(grads + address, mask=live[:, None] & (column < DIM)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _begin_and_length(starts, piece, pieces):
+    begin = tl.load(starts + piece, mask=piece < pieces, other=0)
+    return begin, tl.load(starts + piece + 1, mask=piece < pieces, other=0) - begin
+
+
+@triton.jit
+def _neighbours(keys, source, begin, length, first, last, SHORT: tl.constexpr):
+    """What short pieces need besides their place: the key of each, the keys around it, its sources."""
+    live = (length > 0) & (length <= SHORT)
+    key = tl.load(keys + begin, mask=live, other=0)
+    before = tl.load(keys + begin - 1, mask=live & (begin > first), other=-1)
+    after = tl.load(keys + begin + length, mask=live & (begin + length < last), other=-1)
+    origin = tl.load(source + begin, mask=live, other=0)
+    second_origin = tl.load(source + begin + 1, mask=live & (length > 1), other=0)
+    return key, before, after, origin, second_origin
+
+
+@triton.jit(do_not_specialize=["first", "last", "base", "key", "num_runs"])
 def update_short_kernel(
-    weight, moment, first_moment, grads, rows, source, coefficients, starts, numbers, partials, count,
+    weight, moment, first_moment, grads, keys, source, coefficients, starts, numbers, partials, first, last, base,
     run_starts, run_shifts, key, num_runs,
     lr, eps, moment_scale, beta1, beta2, correction1, correction2,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, PIECES: tl.constexpr, CUT: tl.constexpr, SHORT: tl.constexpr,
     WEIGHTED: tl.constexpr, OPTIMISER: tl.constexpr, ROUND: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
-    """PIECES short pieces at a time: sum their gradients; step the row of a whole segment, keep the others' sums."""
-    pieces = tl.load(numbers + count - 1).to(tl.int64)
+    """PIECES short pieces (of at most two) at a time: sum their gradients; step the row of a whole segment, keep the
+    others' sums. Where the next pieces begin is loaded two tiles ahead, their keys and sources one ahead."""
+    low = tl.load(numbers + first) - 1
+    pieces = tl.load(numbers + last - 1)
     column = tl.arange(0, BLOCK_D)
     live_column = (column < DIM)[None, :]
-    for tile in range(tl.program_id(0).to(tl.int64), tl.cdiv(pieces, PIECES), tl.num_programs(0)):
-        piece = tile * PIECES + tl.arange(0, PIECES)
-        begin = tl.load(starts + piece, mask=piece < pieces, other=0)
-        end = tl.load(starts + piece + 1, mask=piece < pieces, other=0)
-        length = end - begin
+    stride = tl.num_programs(0) * PIECES
+    piece = low + tl.program_id(0) * PIECES + tl.arange(0, PIECES)
+    begin, length = _begin_and_length(starts, piece, pieces)
+    row_key, before, after, origin, second_origin = _neighbours(keys, source, begin, length, first, last, SHORT)
+    next_begin, next_length = _begin_and_length(starts, piece + stride, pieces)
+    for _ in range(low + tl.program_id(0) * PIECES, pieces, stride):
         live = (length > 0) & (length <= SHORT)
-        row = tl.load(rows + begin, mask=live, other=0).to(tl.int64)
-        before = tl.load(rows + begin - 1, mask=live & (begin > 0), other=-1).to(tl.int64)
-        after = tl.load(rows + end, mask=live & (end < count), other=-1).to(tl.int64)
-        first = before != row
-        whole = live & first & (after != row)
+        is_first = before != row_key
+        whole = live & is_first & (after != row_key)
+        row = row_key.to(tl.int64) - base
         mask = whole[:, None] & live_column
         old = tl.load(weight + row[:, None] * DIM + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        acc = tl.zeros([PIECES, BLOCK_D], tl.float32)
-        for i in tl.static_range(SHORT):
-            more = live & (i < length)
-            origin = tl.load(source + begin + i, mask=more, other=0).to(tl.int64)
-            address = origin[:, None] * DIM + column[None, :]
-            grad = tl.load(grads + address, mask=more[:, None] & live_column, other=0.0).to(tl.float32)
-            if WEIGHTED:
-                grad *= tl.load(coefficients + begin + i, mask=more, other=0.0)[:, None]
-            acc += grad
-        slot = (begin // CUT).to(tl.int64) * 2 + first.to(tl.int64)
+        acc = _gradients(grads, origin, column, live, DIM)
+        other = _gradients(grads, second_origin, column, live & (length > 1), DIM)
+        second = tl.load(moment + row, mask=whole, other=0.0) if OPTIMISER != "sgd" else 0.0
+        if WEIGHTED:
+            factor = tl.load(coefficients + begin - first, mask=live, other=0.0)
+            second_factor = tl.load(coefficients + begin - first + 1, mask=live & (length > 1), other=0.0)
+        slot = (begin // CUT - first // CUT).to(tl.int64) * 2 + is_first.to(tl.int64)
+        row_key, before, after, origin, second_origin = _neighbours(
+            keys, source, next_begin, next_length, first, last, SHORT
+        )
+        begin, length = next_begin, next_length
+        piece += stride
+        next_begin, next_length = _begin_and_length(starts, piece + stride, pieces)
+        if WEIGHTED:
+            acc *= factor[:, None]
+            other *= second_factor[:, None]
+        acc += other
         rest = (live & (whole == 0))[:, None] & live_column
         tl.store(partials + slot[:, None] * DIM + column[None, :], acc, mask=rest)
         _apply(
-            acc, row, column, whole, old, weight, moment, first_moment, run_starts, run_shifts, key,
-            num_runs, lr, eps, moment_scale, beta1, beta2, correction1, correction2, DIM, OPTIMISER, ROUND, SEARCH,
+            acc, row, column, whole, old, second, weight, moment, first_moment, run_starts, run_shifts, key, num_runs,
+            lr, eps, moment_scale, beta1, beta2, correction1, correction2, DIM, OPTIMISER, ROUND, SEARCH,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["count", "key", "num_runs"])
+@triton.jit(do_not_specialize=["first", "last", "base", "key", "num_runs"])
 def update_long_kernel(
-    weight, moment, first_moment, grads, rows, source, coefficients, starts, numbers, partials, count,
+    weight, moment, first_moment, grads, keys, source, coefficients, starts, numbers, partials, first, last, base,
     run_starts, run_shifts, key, num_runs,
     lr, eps, moment_scale, beta1, beta2, correction1, correction2,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, POSITIONS: tl.constexpr, CUT: tl.constexpr, SHORT: tl.constexpr,
     WEIGHTED: tl.constexpr, OPTIMISER: tl.constexpr, ROUND: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
     """One block of CUT positions a program: its long pieces one after the other, POSITIONS gradients at a time."""
-    block = tl.program_id(0).to(tl.int64)
-    block_end = tl.minimum(block * CUT + CUT, count)
-    first_piece = tl.load(numbers + block * CUT) - 1
+    block = first // CUT + tl.program_id(0)
+    block_begin = tl.maximum(block * CUT, first)
+    block_end = tl.minimum(block * CUT + CUT, last)
+    first_piece = tl.load(numbers + block_begin) - 1
     index = tl.arange(0, CUT)
     live = first_piece + index < tl.load(numbers + block_end - 1)
     begins = tl.load(starts + first_piece + index, mask=live, other=0)
@@ -292,74 +296,77 @@ def update_long_kernel(
     while at < CUT:
         begin = tl.load(starts + first_piece + at)
         end = tl.load(starts + first_piece + at + 1)
-        row = tl.load(rows + begin).to(tl.int64)
-        first = (begin == 0) | (tl.load(rows + begin - 1, mask=begin > 0, other=-1) != row)
-        last = (end == count) | (tl.load(rows + end, mask=end < count, other=-1) != row)
-        row_here = row + tl.zeros([1], tl.int64)
-        whole = (first & last) & (row_here >= 0)
-        mask = whole[:, None] & live_column
-        old = tl.load(weight + row_here[:, None] * DIM + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        acc = tl.zeros([POSITIONS, BLOCK_D], tl.float32)
+        row_key = tl.load(keys + begin)
+        before = tl.load(keys + begin - 1, mask=begin > first, other=-1)
+        after = tl.load(keys + end, mask=end < last, other=-1)
         position = begin + tl.arange(0, POSITIONS)
         ahead = tl.load(source + position, mask=position < end, other=0)
+        is_first = before != row_key
+        row = row_key.to(tl.int64) - base + tl.zeros([1], tl.int64)
+        whole = (is_first & (after != row_key)) & (row >= 0)
+        mask = whole[:, None] & live_column
+        old = tl.load(weight + row[:, None] * DIM + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(moment + row, mask=whole, other=0.0) if OPTIMISER != "sgd" else 0.0
+        acc = tl.zeros([POSITIONS, BLOCK_D], tl.float32)
         for start in range(begin, end, POSITIONS):
             position = start + tl.arange(0, POSITIONS)
-            more = position < end
-            address = ahead.to(tl.int64)[:, None] * DIM + column[None, :]
+            grad = _gradients(grads, ahead, column, position < end, DIM)
             ahead = tl.load(source + position + POSITIONS, mask=position + POSITIONS < end, other=0)
-            grad = tl.load(grads + address, mask=more[:, None] & live_column, other=0.0).to(tl.float32)
             if WEIGHTED:
-                grad *= tl.load(coefficients + position, mask=more, other=0.0)[:, None]
+                grad *= tl.load(coefficients + position - first, mask=position < end, other=0.0)[:, None]
             acc += grad
         total = tl.sum(acc, axis=0)[None, :]
-        slot = block * 2 + first.to(tl.int64)
+        slot = tl.program_id(0).to(tl.int64) * 2 + is_first.to(tl.int64)
         tl.store(partials + slot * DIM + column[None, :], total, mask=(whole == 0)[:, None] & live_column)
         _apply(
-            total, row_here, column, whole, old, weight, moment, first_moment, run_starts, run_shifts, key,
-            num_runs, lr, eps, moment_scale, beta1, beta2, correction1, correction2, DIM, OPTIMISER, ROUND, SEARCH,
+            total, row, column, whole, old, second, weight, moment, first_moment, run_starts, run_shifts, key, num_runs,
+            lr, eps, moment_scale, beta1, beta2, correction1, correction2, DIM, OPTIMISER, ROUND, SEARCH,
         )  # fmt: skip
         at = tl.min(tl.where(long & (index > at), index, CUT), axis=0)
 
 
-@triton.jit(do_not_specialize=["count", "key", "num_runs"])
+@triton.jit(do_not_specialize=["first", "last", "base", "key", "num_runs"])
 def combine_kernel(
-    weight, moment, first_moment, rows, partials, count,
+    weight, moment, first_moment, keys, partials, first, last, base,
     run_starts, run_shifts, key, num_runs,
     lr, eps, moment_scale, beta1, beta2, correction1, correction2,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, AHEAD: tl.constexpr, CUT: tl.constexpr,
     OPTIMISER: tl.constexpr, ROUND: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
-    """One block of CUT positions a program: finish the segment that begins in it and goes on behind it, if any."""
-    begin = tl.program_id(0).to(tl.int64) * CUT
-    end = begin + CUT
-    if end >= count:
-        return
-    row = tl.load(rows + end - 1)
-    if tl.load(rows + end) != row:
-        return
-    if tl.load(rows + begin - 1, mask=begin > 0, other=-1) == row:  # `and` would load in front of the first row
-        return
+    """AHEAD blocks of CUT positions a program: finish each segment that begins in one and goes on behind it."""
     column = tl.arange(0, BLOCK_D)
     live_column = column < DIM
-    block = tl.program_id(0).to(tl.int64)
-    acc = tl.load(partials + (block * 2 + 1) * DIM + column, mask=live_column, other=0.0)
     ahead = tl.arange(0, AHEAD)
-    block += 1
-    going = tl.full([], 1, tl.int1)
-    while going:
-        start = (block + ahead) * CUT
-        same = (tl.load(rows + start, mask=start < count, other=-1) == row) & (start < count)
-        address = (block + ahead)[:, None] * 2 * DIM + column[None, :]
-        acc += tl.sum(tl.load(partials + address, mask=same[:, None] & live_column[None, :], other=0.0), axis=0)
-        block += AHEAD
-        going = tl.min(same.to(tl.int32), axis=0) == 1
-    rows_here = row.to(tl.int64) + tl.zeros([1], tl.int64)
-    old = tl.load(weight + rows_here[:, None] * DIM + column[None, :], mask=live_column[None, :], other=0.0)
-    _apply(
-        acc[None, :], rows_here, column, rows_here >= 0, old.to(tl.float32), weight, moment, first_moment,
-        run_starts, run_shifts, key, num_runs, lr, eps, moment_scale, beta1, beta2, correction1,
-        correction2, DIM, OPTIMISER, ROUND, SEARCH,
-    )  # fmt: skip
+    low = tl.program_id(0) * AHEAD
+    begins = tl.maximum((first // CUT + low + ahead) * CUT, first)
+    ends = (first // CUT + low + ahead + 1) * CUT
+    crossing = ends < last
+    final = tl.load(keys + ends - 1, mask=crossing, other=-1)
+    crossing &= tl.load(keys + ends, mask=crossing, other=-2) == final
+    crossing &= tl.load(keys + begins - 1, mask=crossing & (begins > first), other=-1) != final
+    at = tl.min(tl.where(crossing, ahead, AHEAD), axis=0)
+    while at < AHEAD:
+        block = low + at
+        row_key = tl.load(keys + (first // CUT + block + 1) * CUT)
+        acc = tl.load(partials + (block.to(tl.int64) * 2 + 1) * DIM + column, mask=live_column, other=0.0)
+        block += 1
+        going = tl.full([], 1, tl.int1)
+        while going:
+            start = (first // CUT + block + ahead) * CUT
+            same = (tl.load(keys + start, mask=start < last, other=-1) == row_key) & (start < last)
+            address = (block + ahead).to(tl.int64)[:, None] * 2 * DIM + column[None, :]
+            acc += tl.sum(tl.load(partials + address, mask=same[:, None] & live_column[None, :], other=0.0), axis=0)
+            block += AHEAD
+            going = tl.min(same.to(tl.int32), axis=0) == 1
+        row = row_key.to(tl.int64) - base + tl.zeros([1], tl.int64)
+        old = tl.load(weight + row[:, None] * DIM + column[None, :], mask=live_column[None, :], other=0.0)
+        second = tl.load(moment + row) if OPTIMISER != "sgd" else 0.0
+        _apply(
+            acc[None, :], row, column, row >= 0, old.to(tl.float32), second, weight, moment, first_moment, run_starts,
+            run_shifts, key, num_runs, lr, eps, moment_scale, beta1, beta2, correction1, correction2,
+            DIM, OPTIMISER, ROUND, SEARCH,
+        )  # fmt: skip
+        at = tl.min(tl.where(crossing & (ahead > at), ahead, AHEAD), axis=0)
 
 
 # ---- launches -------------------------------------------------------------------------------------------------
@@ -373,84 +380,75 @@ def _tile(dim: int, elements: int) -> tuple[int, int]:
 
 def lookup(
     weight: Tensor, ids: Tensor, offsets: Tensor, first_rows: Tensor, pooling: str, sample_weights: Tensor | None,
-    dtype: torch.dtype, *, elements: int = 2048, num_warps: int = 2, tiles: int = 0, evict: str = "",
+    dtype: torch.dtype, *, elements: int = 1024, num_warps: int = 1,
 ) -> Tensor:  # fmt: skip
-    dim, bags = weight.shape[1], offsets.shape[0] - 1
+    dim, bags, features = weight.shape[1], offsets.shape[0] - 1, first_rows.shape[0]
     width, tile_rows = _tile(dim, elements)
     out = weight.new_empty(bags if pooling != "none" else ids.shape[0], dim, dtype=dtype)
-    if bags == 0:
+    if out.shape[0] == 0:
         return out
     options = {"DIM": dim, "BLOCK_D": width, "ROWS": tile_rows, "num_warps": num_warps}
-    each = bags // first_rows.shape[0]
-    if pooling == "none" and tiles:
-        features = first_rows.shape[0]
-        grid = (max(triton.cdiv(ids.shape[0], features * tile_rows * tiles), 1), features)
-        lookup_positions_kernel[grid](weight, ids, offsets, first_rows, out, each, EVICT=evict, **options)
-    elif pooling == "none":
-        lookup_rows_kernel[(bags,)](weight, ids, offsets, first_rows, out, each, **options)
+    if pooling == "none":
+        grid = (triton.cdiv(ids.shape[0], features * tile_rows), features)
+        lookup_rows_kernel[grid](weight, ids, offsets, first_rows, out, bags // features, **options)
     else:
         weighted = sample_weights is not None
         lookup_pooled_kernel[(bags,)](
-            weight, ids, offsets, first_rows, sample_weights if weighted else out, out, each,
+            weight, ids, offsets, first_rows, sample_weights if weighted else out, out, bags // features,
             MEAN=pooling == "mean", WEIGHTED=weighted, **options,
         )  # fmt: skip
     return out
 
 
-def number_rows(ids: Tensor, offsets: Tensor, first_rows: Tensor, rows: Tensor, base: int, pooled: bool) -> Tensor:
-    """Write base + the row of the matrix of each position into `rows`; the bag of each position, int32 (if pooled)."""
-    bags = torch.empty_like(ids, dtype=torch.int32) if pooled else rows
+def number_rows(
+    ids: Tensor, offsets: Tensor, first_rows: Tensor, keys: Tensor, origins: Tensor, base: int, pooled: bool
+) -> None:
+    """Write base + the row of the matrix of each position into `keys`, and what gradients it takes into `origins`."""
     features, each = first_rows.shape[0], (offsets.shape[0] - 1) // first_rows.shape[0]
     if each:
         grid = (triton.cdiv(each, 16), features)
         number_rows_kernel[grid](
-            ids, offsets, first_rows, rows, bags, each, base, POOLED=pooled, BAGS=16, BLOCK=32, num_warps=4
+            ids, offsets, first_rows, keys, origins, each, base, POOLED=pooled, BAGS=16, BLOCK=32, num_warps=4
         )
-    return bags
 
 
-def find_pieces(
-    keys: Tensor, order: Tensor, bags: Tensor | None, base: int, first: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of N >= 1 sorted keys: (rows = keys - base in `dtype`, source int32 [N], running number of pieces int32 [N],
-    piece starts int32 [N + 1])."""
+def find_pieces(keys: Tensor, order: Tensor, origins: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(source int32 [N], running number of pieces int32 [N], piece starts int32 [N + 1]) of N >= 1 sorted keys."""
     count = keys.shape[0]
     marks, source = (torch.empty(count, dtype=torch.int32, device=keys.device) for _ in range(2))
-    rows = torch.empty(count, dtype=dtype, device=keys.device)
     starts = torch.empty(count + 1, dtype=torch.int32, device=keys.device)
     grid, block = (triton.cdiv(count, 1024),), {"BLOCK": 1024, "num_warps": 4}
-    pooled = bags is not None
-    mark_pieces_kernel[grid](
-        keys, order, bags if pooled else order, rows, marks, source, count, base, first, CUT=CUT, POOLED=pooled, **block
-    )
+    mark_pieces_kernel[grid](keys, order, origins, marks, source, count, CUT=CUT, **block)
     numbers = marks.cumsum(0, dtype=torch.int32)
     list_pieces_kernel[grid](numbers, starts, count, **block)
-    return rows, source, numbers, starts
+    return source, numbers, starts
 
 
 def update(
-    weight: Tensor, moment: Tensor | None, first_moment: Tensor | None, grads: Tensor, rows: Tensor, source: Tensor,
-    coefficients: Tensor | None, numbers: Tensor, starts: Tensor, noise: tuple[Tensor, Tensor, int], optimiser: str,
-    scalars: tuple[float, ...], *, elements: int = 512, num_warps: int = 1, programs_per_sm: int = 256,
-    long_elements: int = 512, long_warps: int = 1,
+    weight: Tensor, moment: Tensor | None, first_moment: Tensor | None, grads: Tensor, keys: Tensor, source: Tensor,
+    coefficients: Tensor | None, numbers: Tensor, starts: Tensor, span: tuple[int, int, int],
+    noise: tuple[Tensor, Tensor, int], optimiser: str, scalars: tuple[float, ...], *,
+    short: tuple[int, int] | None = None, long: tuple[int, int] = (512, 1), programs_per_sm: int = 256,
 ) -> None:  # fmt: skip
-    """scalars: lr, eps, moment_scale, beta1, beta2, correction1, correction2. noise: starts, shifts, key."""
-    count, dim = rows.shape[0], weight.shape[1]
+    """span: the positions [first, last) of the sorted keys that are this matrix's, and the key of its row 0.
+
+    noise: starts, shifts, key. scalars: lr, eps, moment_scale, beta1, beta2, correction1, correction2. short, long:
+    (elements of a tile, warps) of the two kernels.
+    """
+    (first, last, _), dim = span, weight.shape[1]
+    elements, warps = short or (512 if dim > 128 else 256, 1)
     width, tile = _tile(dim, elements)
-    blocks = triton.cdiv(count, CUT)
+    blocks = triton.cdiv(last, CUT) - first // CUT
     partials = torch.empty(blocks * 2, dim, dtype=torch.float32, device=weight.device)
     state = (weight, moment if moment is not None else partials, first_moment if first_moment is not None else partials)
-    weighted = coefficients is not None
-    inputs = (grads, rows, source, coefficients if weighted else partials, starts, numbers, partials, count)
-    runs = noise[0].shape[0]
+    weighted, runs = coefficients is not None, noise[0].shape[0]
+    inputs = (grads, keys, source, coefficients if weighted else partials, starts, numbers, partials, *span)
     tail = (*noise, runs, *scalars)
     options = {"DIM": dim, "BLOCK_D": width, "CUT": CUT, "OPTIMISER": optimiser, "ROUND": weight.dtype != torch.float32}
     options["SEARCH"] = -(-(runs - 1).bit_length() // 4) * 4  # in steps of 4: fewer compilations
     lengths = {"SHORT": SHORT, "WEIGHTED": weighted}
-    grid = (min(triton.cdiv(count, tile), multiprocessors(weight.device) * programs_per_sm),)
-    update_short_kernel[grid](*state, *inputs, *tail, PIECES=tile, num_warps=num_warps, **lengths, **options)
-    positions = _tile(dim, long_elements)[1]
-    update_long_kernel[(blocks,)](
-        *state, *inputs, *tail, POSITIONS=positions, num_warps=long_warps, **lengths, **options
-    )
-    combine_kernel[(blocks,)](*state, rows, partials, count, *tail, AHEAD=16, num_warps=2, **options)
+    grid = (min(triton.cdiv(last - first, tile), multiprocessors(weight.device) * programs_per_sm),)
+    update_short_kernel[grid](*state, *inputs, *tail, PIECES=tile, num_warps=warps, **lengths, **options)
+    positions = _tile(dim, long[0])[1]
+    update_long_kernel[(blocks,)](*state, *inputs, *tail, POSITIONS=positions, num_warps=long[1], **lengths, **options)
+    combine_kernel[(triton.cdiv(blocks, 16),)](*state, keys, partials, *span, *tail, AHEAD=16, num_warps=1, **options)
