@@ -76,6 +76,8 @@ class SparseConfig:
     """of stored rows: float32, bfloat16 or float16 (16-bit rows are rounded stochastically)"""
     fully_shard: bool = False
     """several processes: split each copy of the tables over the mesh's sparse_replica ranks"""
+    copy_rows: int = 0
+    """several processes: tables of at most this many rows are copied to every process instead of sharded"""
     reads: str = "rows"
     """how fully sharded tables are read: rows (those that are needed) or chunks (all, a chunk at a time)"""
     chunk_mb: int = 256
@@ -91,7 +93,7 @@ class SparseConfig:
         _one_of("sparse.replicas", self.replicas, ("exact", "average"))
         _one_of("sparse.reads", self.reads, ("rows", "chunks"))
         _at_least("sparse.chunk_mb", self.chunk_mb, 1)
-        for name, low in {"dim": 1, "max_rows": 0, "init_std": 0.0, "lr": 0.0, "eps": 0.0}.items():
+        for name, low in {"dim": 1, "max_rows": 0, "copy_rows": 0, "init_std": 0.0, "lr": 0.0, "eps": 0.0}.items():
             _at_least(f"sparse.{name}", getattr(self, name), low)
 
 

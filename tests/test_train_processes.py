@@ -107,41 +107,43 @@ def test_four_processes_follow_one_and_go_on_from_two(data, one, tmp_path):
 
 
 FAILING = """
+import os
 from opengem import cli, mesh
-from opengem.errors import UserError
 from opengem.job import Job
-learn = Job.learn
-def fail(self, loss):
+forward = Job.forward
+def spoiled(self, batch):
     if mesh.rank() == 1 and self.step == 1:
-        raise UserError("feature 'candidate', table 'item': id 40")
-    return learn(self, loss)
-Job.learn = fail
+        batch.features["candidate"][0] = int(os.environ["BAD_ID"])
+    return forward(self, batch)
+Job.forward = spoiled
 cli.main()
 """
 
 
-def torchrun(script: list[str], data: Path, out: Path, config: Path) -> subprocess.CompletedProcess:
+def torchrun(script: list[str], data: Path, out: Path, config: Path, bad_id: int = 0) -> subprocess.CompletedProcess:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     rest = ["train", str(config), "--data", str(data), "--out", str(out), "--no-baselines"]
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), OMP_NUM_THREADS="1")
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), OMP_NUM_THREADS="1", BAD_ID=str(bad_id))
     return subprocess.run(
         launcher + script + rest, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
 
 
-def test_torchrun_trains_and_an_error_on_one_rank_ends_both_with_its_message(data, tmp_path):
+@pytest.mark.parametrize("bad_id", [small.ITEMS, -1])
+def test_torchrun_trains_and_a_bad_id_on_one_rank_ends_both_with_its_message(data, tmp_path, bad_id):
+    """The other rank waits for ids that the failing rank never sends."""
     config = tmp_path / "recipe.json"
     config.write_text(to_json(recipe(steps=3, progress=False)))
-    done = torchrun(["-m", "opengem"], data, tmp_path / "run", config)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("report: ") == 1
-    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2, 3]
-
+    if bad_id > 0:
+        done = torchrun(["-m", "opengem"], data, tmp_path / "run", config)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.count("report: ") == 1
+        assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2, 3]
     (tmp_path / "failing.py").write_text(FAILING)
     begin = time.monotonic()
-    failed = torchrun([str(tmp_path / "failing.py")], data, tmp_path / "failed", config)
+    failed = torchrun([str(tmp_path / "failing.py")], data, tmp_path / "failed", config, bad_id)
     assert failed.returncode != 0
-    message = "feature 'candidate', table 'item': id 40"
+    message = f"feature 'candidate', table 'item' of 40 rows: id {bad_id} is out of range, wanted [0, 40)"
     assert f"opengem: {message}" in failed.stderr, failed.stderr[-3000:]
     assert f"rank 0 stops because rank 1 failed: UserError: {message}" in failed.stderr
     assert "exitcode  : 2" in failed.stderr

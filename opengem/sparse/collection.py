@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -203,15 +204,18 @@ class EmbeddingCollection:
     features: the sample features that are model inputs; every id attribute of the streams is an input as well.
     Tables larger than `config.max_rows` (when > 0) are hashed to that many rows by modulo.
     router, storage: where the rows are; left out, all are on this device. `sharded.shard` makes them for a mesh.
+    tables: look only into these (default: all).
     With `config.check_replicas` all copies of the tables are compared after every step.
     Over several processes every method but `check`, `collisions` and `num_bytes` is collective: all ranks call it
     alike, with however many samples each of them has.
     """
 
     def __init__(self, schema: Schema, features: list[Feature], config: SparseConfig, device: torch.device | str,
-                 seed: int, router: LocalRouter | None = None, storage: Tables | None = None) -> None:
-        self.slots = slots_of(schema, features, config.max_rows)
-        self.dim, self.config = config.dim, config
+                 seed: int, router: LocalRouter | None = None, storage: Tables | None = None,
+                 tables: Container[str] | None = None) -> None:
+        slots = slots_of(schema, features, config.max_rows)
+        self.slots = slots if tables is None else [slot for slot in slots if slot.table in tables]
+        self.dim, self.config, self.device = config.dim, config, torch.device(device)
         self.reader = IdReader(self.slots, device)
         self.rows = table_rows(self.slots)
         whole = pieces_of(self.rows)
@@ -235,7 +239,7 @@ class EmbeddingCollection:
 
     def lookup(self, ids: Distributed) -> Embedded:
         """The second half of a call."""
-        vectors, kind = self.router.vectors(ids.route, self.storage.lookup(ids.request)), self.reader.device.type
+        vectors, kind = self.router.vectors(ids.route, self.storage.lookup(ids.request)), self.device.type
         vectors = vectors.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else vectors
         leaves = Leaves(self.slots, ids.inputs, vectors)
         if torch.is_grad_enabled():
@@ -244,7 +248,7 @@ class EmbeddingCollection:
 
     def finite(self) -> Tensor:
         """0-dim bool on the device: whether every gradient since the last step is finite, on every process."""
-        total = sum((leaves.grads.sum() for _, leaves in self.pending), torch.zeros((), device=self.reader.device))
+        total = sum((leaves.grads.sum() for _, leaves in self.pending), torch.zeros((), device=self.device))
         return self.router.agree(total.isfinite())
 
     def step(self, lr: float) -> None:

@@ -112,6 +112,12 @@ def test_the_pipeline_changes_no_bit(world, runs):
 
 
 @pytest.mark.multi
+@worlds
+def test_a_batch_without_samples_changes_nothing_and_hangs_nobody(world, runs):
+    assert all(found["empty"] for found in runs[world])
+
+
+@pytest.mark.multi
 @many
 def test_ranks_that_run_out_at_different_times_are_told(world, runs):
     """No hang and no silent end: every rank raises, at the same step."""
@@ -142,7 +148,7 @@ def test_any_checkpoint_loads_into_any_generation_on_any_number_of_processes(run
 
 @pytest.mark.multi
 def test_eight_processes(reference):
-    for name, (losses, tables, _) in spawn(trajectories, 8, STEPS, ("v1", "v2_2", "v3_2"))[0].items():
+    for name, (losses, tables, _) in spawn(trajectories, 8, STEPS, ("v1", "v2_2", "v3_2", "v3_2_copied"))[0].items():
         assert losses == pytest.approx(reference[STEPS][0], rel=1e-6, abs=1e-6), name
         for table in ROWS:
             torch.testing.assert_close(tables["weight"][table], reference[STEPS][1]["weight"][table], rtol=0, atol=1e-6)
@@ -189,10 +195,16 @@ def test_a_table_of_a_nodes_size_stays_inside_one_node():
     assert [{p.table for p in pieces} for pieces in made.pieces] == [{"mid"}, {"mid"}, {"rest"}, {"rest"}]
 
 
+def test_small_tables_are_copied_and_lie_in_no_piece():
+    made = plan({"big": 1000, "tiny": 5}, 2, row_bytes=36, copy_rows=5)
+    assert made.placement == {"big": "node", "tiny": "copy"}
+    assert [made.rows(rank) for rank in range(2)] == [500, 500]
+
+
 def test_a_plan_names_what_it_does_not_know():
     with pytest.raises(UserError, match="no table 'x'; tables are items"):
         plan({"items": 4}, 2, row_bytes=36, placement={"x": "row"})
-    with pytest.raises(UserError, match="placement 'column', wanted one of table, node, row"):
+    with pytest.raises(UserError, match="placement 'column', wanted one of table, node, row, copy"):
         plan({"items": 4}, 2, row_bytes=36, placement={"items": "column"})
     with pytest.raises(UserError, match="4 ranks are no multiple of 3"):
         plan({"items": 4}, 4, row_bytes=36, ranks_per_node=3)

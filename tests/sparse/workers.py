@@ -166,10 +166,13 @@ def copy(state: dict) -> dict:
 def generations(world: int) -> dict[str, dict]:
     """Name -> arguments of `make` for every generation that fits `world` processes."""
     made = {"v1": {"replicas": 1}, "v1_rows": {"replicas": 1, "placement": dict.fromkeys(ROWS, "row")}}
+    made["v1_copied"] = {"replicas": 1, "placement": dict.fromkeys(ROWS, "copy")}
     for replicas in {2, world} if world > 1 else ():
         made[f"v2_{replicas}"] = {"replicas": replicas}
         made[f"v3_{replicas}"] = {"replicas": replicas, "fully_shard": True}
         made[f"v3_{replicas}_chunks"] = {"replicas": replicas, "fully_shard": True, "chunk_bytes": 512}
+        made[f"v2_{replicas}_copied"] = {"replicas": replicas, "copy_rows": 20}
+        made[f"v3_{replicas}_copied"] = {"replicas": replicas, "fully_shard": True, "copy_rows": 6}
     return made
 
 
@@ -178,6 +181,7 @@ def everything(rank: int, world: int, steps: int, folder: str) -> dict:
     found = {"trajectories": trajectories(rank, world, steps), "checkpoints": checkpoints(rank, world, folder)}
     found["pipeline"] = pipeline(rank, world)
     found["uneven"] = uneven_batches(rank, world)
+    found["empty"] = empty_batch(rank, world)
     if world > 1:
         found["average"] = average(rank, world)
         found["divergence"] = divergence(rank, world)
@@ -185,7 +189,7 @@ def everything(rank: int, world: int, steps: int, folder: str) -> dict:
     return found
 
 
-MAIN = ("v1", "v2_2", "v3_2", "v3_2_chunks")
+MAIN = ("v1", "v2_2", "v3_2", "v3_2_chunks", "v3_2_copied")
 
 
 def trajectories(rank: int, world: int, steps: int, names: tuple[str, ...] = ()) -> dict:
@@ -253,6 +257,21 @@ def uneven_batches(rank: int, world: int) -> str:
     except RuntimeError as error:
         return f"{done}: {error}"
     return f"{done}"
+
+
+def empty_batch(rank: int, world: int) -> bool:
+    """Whether a step on a batch without any sample, on all processes, changes no row in any generation."""
+    same = True
+    for arguments in generations(world).values():
+        collection = make(**arguments)
+        before = collection.gather()
+        batch = random_batch(0, size=0)
+        loss_of(batch, collection(batch)).backward()
+        assert bool(collection.finite())
+        collection.step(0.05)
+        after = collection.gather()
+        same &= all(torch.equal(before[kind][name], after[kind][name]) for kind in ("weight", "moment") for name in ROWS)
+    return same
 
 
 def average(rank: int, world: int) -> dict:
