@@ -73,7 +73,8 @@ def main() -> None:
         for i, (label, colour, _) in enumerate(KINDS)
     )
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" font-family="sans-serif" font-size="11">'
-    arguments.out.write_text("\n".join([head, '<rect width="100%" height="100%" fill="white"/>', legend, *lines, "</svg>\n"]))
+    ground = '<rect width="100%" height="100%" fill="white"/>'
+    arguments.out.write_text("\n".join([head, ground, legend, *lines, "</svg>\n"]))
 
 
 if __name__ == "__main__":

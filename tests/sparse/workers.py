@@ -270,7 +270,8 @@ def empty_batch(rank: int, world: int) -> bool:
         assert bool(collection.finite())
         collection.step(0.05)
         after = collection.gather()
-        same &= all(torch.equal(before[kind][name], after[kind][name]) for kind in ("weight", "moment") for name in ROWS)
+        for kind in ("weight", "moment"):
+            same &= all(torch.equal(before[kind][name], after[kind][name]) for name in ROWS)
     return same
 
 
