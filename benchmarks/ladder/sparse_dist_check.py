@@ -156,26 +156,28 @@ def time_steps(say, rank: int, world: int, device: str, dense_ms: float, timelin
         torch.cuda.reset_peak_memory_stats()
         begin = torch.cuda.memory_allocated()
 
-        def steps(count: int, made=made) -> list[torch.cuda.Event]:
+        def steps(count: int, products: int, made=made) -> list[torch.cuda.Event]:
             marks = []
             for _, embedded in Pipeline([batches[i % 8] for i in range(count)], made):
                 marks.append(torch.cuda.Event(enable_timing=True))
                 marks[-1].record()
-                for _ in range(int(dense_ms / 1.5)):
+                for _ in range(products):
                     a @ a
                 loss_of(embedded, samples).backward()
                 made.step(0.05)
             torch.cuda.synchronize()
             return marks
 
-        marks = steps(24)
-        times = sorted(x.elapsed_time(y) for x, y in zip(marks[4:], marks[5:], strict=False))
-        peak = torch.cuda.max_memory_allocated() - begin
-        say({"time": name, "world": world, "step_ms": times[len(times) // 2], "spread": times[-2] / times[1] - 1,
-             "dense_ms": dense_ms, "persistent_bytes": persistent, "peak_beside_bytes": peak})  # fmt: skip
+        for products in (int(dense_ms / 1.5), 0):
+            marks = steps(24, products)
+            times = sorted(x.elapsed_time(y) for x, y in zip(marks[4:], marks[5:], strict=False))
+            peak = torch.cuda.max_memory_allocated() - begin
+            say({"time": name, "world": world, "products": products, "step_ms": times[len(times) // 2],
+                 "spread": times[-2] / times[1] - 1, "persistent_bytes": persistent,
+                 "peak_beside_bytes": peak})  # fmt: skip
         if timeline is not None and name in ("v2", "v3"):
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-                steps(5)
+                steps(5, int(dense_ms / 1.5))
             if rank == 0:
                 write_timeline(profiler, timeline / f"timeline_{name}.json")
         del made
