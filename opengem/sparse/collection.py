@@ -150,12 +150,12 @@ class Leaves:
 
     @cached_property
     def grads(self) -> Tensor:
-        """float32 `[N, dim]`: the gradient of each looked-up vector; zero where the model did not use it."""
+        """`[N, dim]`: the gradient of each looked-up vector, in its dtype; zero where the model did not use it."""
         grads = [self.empty]
         for slot, x, leaf in self.parts:
             grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             grads.append(grad.index_select(0, x.row_to_sample) if slot.pooled else grad)
-        return torch.cat(grads).float()
+        return torch.cat(grads)
 
 
 class LocalRouter:
@@ -239,8 +239,9 @@ class EmbeddingCollection:
 
     def lookup(self, ids: Distributed) -> Embedded:
         """The second half of a call."""
-        vectors, kind = self.router.vectors(ids.route, self.storage.lookup(ids.request)), self.device.type
-        vectors = vectors.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else vectors
+        kind = self.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
+        vectors = self.router.vectors(ids.route, self.storage.lookup(ids.request, dtype))
         leaves = Leaves(self.slots, ids.inputs, vectors)
         if torch.is_grad_enabled():
             self.pending.append((ids, leaves))
@@ -248,7 +249,8 @@ class EmbeddingCollection:
 
     def finite(self) -> Tensor:
         """0-dim bool on the device: whether every gradient since the last step is finite, on every process."""
-        total = sum((leaves.grads.sum() for _, leaves in self.pending), torch.zeros((), device=self.device))
+        zero = torch.zeros((), device=self.device)
+        total = sum((leaves.grads.sum(dtype=torch.float32) for _, leaves in self.pending), zero)
         return self.router.agree(total.isfinite())
 
     def step(self, lr: float) -> None:

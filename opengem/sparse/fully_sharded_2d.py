@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opengem.mesh import all_gather, exchange, reduce_scatter, swap_counts
+from opengem.sparse.lookup import op
 from opengem.sparse.sharded_2d import Copies
 from opengem.sparse.table import Duplicates, Piece, Request, Tables
 
@@ -100,21 +101,21 @@ class FullyShardedTables:
         asked = exchange(wanted.distinct % max(height, 1), sent, received, self.copies.id_group)
         return SharedRequest(rows, chunks, wanted, sent, received, self.own.request(asked, learn))
 
-    def lookup(self, request: SharedRequest) -> Tensor:
-        """float32 `[N, dim]`: the rows of the request."""
+    def lookup(self, request: SharedRequest, dtype: torch.dtype) -> Tensor:
+        """`dtype` `[N, dim]`: the rows of the request."""
         if request.chunks is not None:
-            return self._read_chunks(request)
-        found = self.weight.index_select(0, request.asked.rows)
+            return self._read_chunks(request, dtype)
+        found = self.own.lookup(request.asked, dtype)
         found = exchange(found, request.received, request.sent, self.copies.group)
-        return found.index_select(0, request.wanted.inverse).float()
+        return op.gather(found, request.wanted.inverse, dtype)
 
-    def _read_chunks(self, request: SharedRequest) -> Tensor:
+    def _read_chunks(self, request: SharedRequest, dtype: torch.dtype) -> Tensor:
         """Gather every chunk once, used or not."""
         rows = request.rows
-        out = rows.new_empty(rows.shape[0], self.own.dim, dtype=torch.float32)
+        out = rows.new_empty(rows.shape[0], self.own.dim, dtype=dtype)
         for (first, where), whole in zip(request.chunks, self._gathered([self.weight]), strict=True):
             found = whole[0].index_select(0, rows.index_select(0, where) - first)
-            out.index_copy_(0, where, found.float())
+            out.index_copy_(0, where, found.to(dtype))
         return out
 
     def update(self, arrived: list[tuple[SharedRequest, Tensor]], lr: float) -> None:

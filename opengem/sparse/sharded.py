@@ -28,6 +28,7 @@ from opengem.sparse.collection import (
 )
 from opengem.sparse.fully_sharded_2d import FullyShardedTables
 from opengem.sparse.joined import JoinedCollections
+from opengem.sparse.lookup import op
 from opengem.sparse.plan import Plan, plan
 from opengem.sparse.sharded_2d import Copies, ReplicatedTables
 from opengem.sparse.table import Duplicates, Tables
@@ -129,7 +130,8 @@ class AllToAllRouter:
         return RemoteRoute(asked, ids, sent, received)
 
     def vectors(self, route: RemoteRoute, found: Tensor) -> Tensor:
-        return exchange(found, route.received, route.sent, self.group).index_select(0, route.ids.inverse)
+        found = exchange(found, route.received, route.sent, self.group)
+        return op.gather(found, route.ids.inverse, found.dtype)
 
     def grads(self, route: RemoteRoute, grads: Tensor) -> Tensor:
         return exchange(route.ids.sum(grads), route.sent, route.received, self.group)

@@ -64,8 +64,8 @@ class ReplicatedTables(Tables):
         joined = Request(joined, op.sort_rows(self.weight, joined))
         return CopyRequest(Request(rows, None), distinct, counts, joined)
 
-    def lookup(self, request: CopyRequest) -> Tensor:
-        return super().lookup(request.own)
+    def lookup(self, request: CopyRequest, dtype: torch.dtype) -> Tensor:
+        return super().lookup(request.own, dtype)
 
     def update(self, arrived: list[tuple[CopyRequest, Tensor]], lr: float) -> None:
         """`Tables.update` over the rows and gradients of all copies; collective."""

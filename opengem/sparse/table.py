@@ -76,12 +76,12 @@ class Tables:
         """Rows (int64 `[N]`, in [0, R), may repeat) that will be looked up and, if `learn`, updated."""
         return Request(rows, op.sort_rows(self.weight, rows) if learn else None)
 
-    def lookup(self, request: Request) -> Tensor:
-        """float32 `[N, dim]`: the rows of the request."""
-        return self.weight.index_select(0, request.rows).float()
+    def lookup(self, request: Request, dtype: torch.dtype) -> Tensor:
+        """`dtype` `[N, dim]`: the rows of the request."""
+        return op.gather(self.weight, request.rows, dtype)
 
     def update(self, arrived: list[tuple[Request, Tensor]], lr: float) -> None:
-        """One step of row-wise Adagrad, from requests and float32 `[N, dim]` gradients of each of their rows.
+        """One step of row-wise Adagrad, from requests and `[N, dim]` gradients of each of their rows.
 
         Gradients of one row are summed first; then moment += mean(grad²) and
         weight -= lr * grad / (sqrt(moment) + eps). Rows not named stay as they are. N = 0 is a no-op.

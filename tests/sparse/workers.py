@@ -351,6 +351,6 @@ def peak(rank: int, world: int) -> tuple[int, int, int]:
     tables = FullyShardedTables([piece], 20_000, DIM, "cpu", copies, "exact", "chunks", chunk, eps=0)
     rows = torch.arange(10) * 1999
     with LiveBytes(tables.weight) as bytes_alive:
-        found = tables.lookup(tables.request(rows, learn=False))
+        found = tables.lookup(tables.request(rows, learn=False), torch.float32)
     assert found.shape == (10, DIM)
     return 20_000 * DIM * 4, chunk, bytes_alive.most

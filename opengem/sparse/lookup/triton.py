@@ -113,6 +113,17 @@ def lookup_rows_kernel(
         tl.store(out + address, found.to(out.dtype.element_ty), mask=mask)
 
 
+@triton.jit(do_not_specialize=["count"])
+def gather_kernel(weight, rows, out, count, DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):
+    """out[p] = weight[rows[p]], ROWS positions a program."""
+    position = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.load(rows + position, mask=position < count, other=0)
+    column = tl.arange(0, BLOCK_D)[None, :]
+    mask = (position < count)[:, None] & (column < DIM)
+    found = tl.load(weight + row[:, None] * DIM + column, mask=mask, other=0.0)
+    tl.store(out + position[:, None] * DIM + column, found.to(out.dtype.element_ty), mask=mask)
+
+
 # ---- the order of an update -----------------------------------------------------------------------------------
 
 
@@ -397,6 +408,16 @@ def lookup(
             weight, ids, offsets, first_rows, sample_weights if weighted else out, out, bags // features,
             MEAN=pooling == "mean", WEIGHTED=weighted, **options,
         )  # fmt: skip
+    return out
+
+
+def gather(weight: Tensor, rows: Tensor, dtype: torch.dtype, *, elements: int = 1024, num_warps: int = 1) -> Tensor:
+    count, dim = rows.shape[0], weight.shape[1]
+    width, tile_rows = _tile(dim, elements)
+    out = weight.new_empty(count, dim, dtype=dtype)
+    if count:
+        grid = (triton.cdiv(count, tile_rows),)
+        gather_kernel[grid](weight, rows, out, count, DIM=dim, BLOCK_D=width, ROWS=tile_rows, num_warps=num_warps)
     return out
 
 
