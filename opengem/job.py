@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.func import functional_call
 
 from opengem import checkpoint, mesh
-from opengem.config import Config, from_json
+from opengem.config import Config, MeshSpec, from_json
 from opengem.data.batch import Batch
 from opengem.data.columns import nearest
 from opengem.data.loader import Loader, input_features
@@ -175,8 +175,8 @@ def run_config(run: Path) -> Config:
 
 
 def open_run(run: Path, data: Path) -> Job:
-    """The job of a finished or running run folder, at its newest complete checkpoint."""
-    job = build(run_config(run), Schema.load(data))
+    """The job of a finished or running run folder, at its newest complete checkpoint, on however many processes."""
+    job = build(replace(run_config(run), mesh=MeshSpec()), Schema.load(data))
     newest = checkpoint.find(Path(run) / "checkpoints")
     if newest is None:
         raise UserError(f"{run} has no complete checkpoint; train it first with `opengem train ... --out {run}`")

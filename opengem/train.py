@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -216,11 +216,11 @@ def table_bytes(job: Job) -> int:
 
 
 def _find_checkpoint(config: Config, out: Path, resume: str) -> Path | None:
-    """The checkpoint to start from. Refuses to mix runs of different configs in one folder."""
+    """The checkpoint to start from. Refuses to mix runs of different configs in one folder, another mesh aside."""
     written = out / "config.json"
     if written.is_file() and resume == "never":
         raise UserError(f"{out} already holds a run and --resume is never; choose another --out or remove the folder")
-    if written.is_file() and from_json(written.read_text(), str(written)) != config:
+    if written.is_file() and replace(from_json(written.read_text(), str(written)), mesh=config.mesh) != config:
         raise UserError(f"{out} holds a run with another config; choose another --out, or pass {written} as the recipe")
     return checkpoint.find(out / "checkpoints") if resume in ("auto", "never") else Path(resume)
 

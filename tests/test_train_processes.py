@@ -83,16 +83,8 @@ def test_two_processes_follow_one_in_every_generation_and_resume_each_other(data
     same(read_metrics(tmp_path / "resumed"), wanted[6:])
     # What two wrote, one reads: the score of the test split is the one in the summary.
     rates = summary["base_rates"]
-    again = evaluate_split(open_run_alone(tmp_path / "v3", data), data, "test", rates)
+    again = evaluate_split(open_run(tmp_path / "v3", data), data, "test", rates)
     assert again["click"]["logloss"] == pytest.approx(first[2]["splits"]["test"]["click"]["logloss"], rel=1e-6)
-
-
-def open_run_alone(run: Path, data: Path):
-    """The job of a run of two processes, on one: its mesh must be that of one."""
-    config = json.loads((run / "config.json").read_text())
-    config["mesh"]["sparse_replica"] = 1
-    (run / "config.json").write_text(json.dumps(config))
-    return open_run(run, data)
 
 
 def test_four_processes_follow_one_and_go_on_from_two(data, one, tmp_path):

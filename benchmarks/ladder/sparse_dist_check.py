@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import sys
 import tempfile
@@ -81,6 +82,12 @@ def generations(world: int) -> dict[str, tuple[int, SparseConfig]]:
     return {"v1": (1, plain), "v2": (world, plain), "v3": (world, split), "v3 by chunks": (world, chunks)}
 
 
+@functools.cache
+def meshes(copies: int) -> mesh.Mesh:
+    """Made once: each has communicators of its own."""
+    return mesh.build(mesh.MeshSpec(sparse_replica=copies), "cuda")
+
+
 def check(say, rank: int, world: int, device: str) -> None:
     rows, samples = 20_000, 256
     described = schema(rows)
@@ -94,10 +101,9 @@ def check(say, rank: int, world: int, device: str) -> None:
         alone.step(0.05)
         wanted.append(float(loss.detach()))
     for name, (copies, config) in generations(world).items():
-        meshes = mesh.build(mesh.MeshSpec(sparse_replica=copies), "cuda")
         final = []
         for piped in (False, True):
-            made = shard(described, features, config, device, 0, meshes)
+            made = shard(described, features, config, device, 0, meshes(copies))
             batches = [batch(rows, samples, step * world + rank, device) for step in range(20)]
             source = Pipeline(batches, made) if piped else ((b, made(b)) for b in batches)
             worst = 0.0
@@ -121,8 +127,7 @@ def make(name: str, rows: int, device: str, chunk_mb: int = 512):
     described = schema(rows)
     torch.cuda.empty_cache()
     begin = torch.cuda.memory_allocated()
-    meshes = mesh.build(mesh.MeshSpec(sparse_replica=copies), "cuda")
-    made = shard(described, list(described.features), config, device, 0, meshes)
+    made = shard(described, list(described.features), config, device, 0, meshes(copies))
     torch.cuda.synchronize()
     return made, torch.cuda.memory_allocated() - begin
 
@@ -180,7 +185,7 @@ def time_steps(say, rank: int, world: int, device: str, dense_ms: float, timelin
                 steps(5, int(dense_ms / 1.5))
             if rank == 0:
                 write_timeline(profiler, timeline / f"timeline_{name}.json")
-        del made
+        del made, steps  # the function keeps the tables too
 
 
 def write_timeline(profiler, path: Path) -> None:
