@@ -20,12 +20,16 @@ from benchmarks.kernels import sparse as bench
 from opengem.sparse.lookup import triton as kernels
 
 SCALARS = (0.01, 1e-8, 1.0, 0.9, 0.999, 1.0, 1.0)
-FORWARD = [{"tile": tile} for tile in [None, (256, 1), (128, 1), (512, 1)]]
+FORWARD = [{"tile": tile} for tile in [(256, 1), (512, 1), (512, 2), (1024, 1), (2048, 2)]]
 # (CUT, short tile, long tile, programs an SM of the short kernel)
 UPDATE = [
     (128, None, (512, 1), 256),
-    (128, (256, 1), (512, 1), 1024),
-    (128, (512, 1), (256, 1), 256),
+    (128, None, (256, 1), 32),
+    (128, (256, 1), (1024, 1), 64),
+    (128, (512, 1), (512, 1), 1024),
+    (128, (128, 1), (512, 2), 256),
+    (256, None, (512, 1), 128),
+    (64, None, (512, 1), 128),
 ]
 
 
