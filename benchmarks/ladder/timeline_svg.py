@@ -1,6 +1,6 @@
 """Draw what ran on the device, as `sparse_dist_check.py --timeline` wrote it: one panel a file, one lane a stream.
 
-    python benchmarks/ladder/timeline_svg.py OUT.svg --from-ms 40 --ms 45 "V2: copies=timeline_v2.json" ...
+    python benchmarks/ladder/timeline_svg.py OUT.svg --ms 45 "V2, copies=timeline_v2.json@85" ...
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ def panel(title: str, events: list, begin: float, length: float, y: int) -> tupl
     scale = (WIDTH - LEFT - 10) / length
     for lane, stream in enumerate(streams):
         top = y + 20 + lane * LANE
-        words = {kind_of(n)[0] for t, _, _, n in shown if t == stream}
-        named = "exchange" if words <= {"exchange", "copies and the rest"} and "exchange" in words else "compute"
-        out.append(f'<text x="6" y="{top + 13}">stream {stream} ({named})</text>')
+        out.append(f'<text x="6" y="{top + 13}">{"side" if lane else "main"} stream {stream}</text>')
         for t, b, e, name in shown:
             if t == stream:
                 out.append(
@@ -57,14 +55,14 @@ def panel(title: str, events: list, begin: float, length: float, y: int) -> tupl
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
-    parser.add_argument("panels", nargs="+", help="TITLE=FILE")
-    parser.add_argument("--from-ms", type=float, default=0.0)
+    parser.add_argument("panels", nargs="+", help="TITLE=FILE, or TITLE=FILE@first millisecond")
     parser.add_argument("--ms", type=float, default=45.0)
     arguments = parser.parse_args()
     lines, y = [], TOP
     for given in arguments.panels:
-        title, _, file = given.rpartition("=")
-        drawn, height = panel(title, json.loads(Path(file).read_text()), arguments.from_ms * 1e3, arguments.ms * 1e3, y)
+        title, _, rest = given.rpartition("=")
+        file, _, begin = rest.partition("@")
+        drawn, height = panel(title, json.loads(Path(file).read_text()), float(begin or 0) * 1e3, arguments.ms * 1e3, y)
         lines += drawn
         y += height
     legend = "".join(
