@@ -4,7 +4,8 @@
 
 Each (features, seed) is trained once, scored strictly (the model as it was when training ended) and progressively (each
 batch is predicted, then learned from), and appended as rows of `op = "quality"`. The last lines printed are mean and
-spread over seeds, and the ratio to each baseline.
+spread over the seeds in FILE, and the ratio to each baseline: several runs may append to one file, also side by side,
+and a run without seeds only prints.
 """
 
 from __future__ import annotations
@@ -47,21 +48,18 @@ class Arguments:
 
 
 def main(arguments: Arguments) -> None:
-    """Run everything the arguments ask for; every finished run is on disk before the next one starts."""
+    """Run everything the arguments ask for; every score is on disk before the next one is worked on."""
     schema = Schema.load(arguments.data)
     facts = gpu_environment(torch.device("cuda")) if torch.cuda.is_available() else environment(torch.device("cpu"))
-    rows = []
     if arguments.baselines:
         for name, splits in baselines.compute(arguments.data, schema, eval_splits=(arguments.split,)).items():
-            rows += _rows(schema, name, splits[arguments.split], "strict", None)
-        _append(arguments.out, rows, facts)
+            _append(arguments.out, _rows(schema, name, splits[arguments.split], "strict", None), facts)
     for features in arguments.features:
         for seed in arguments.seeds:
             config = _config(arguments, features, seed)
-            done = _one(config, arguments, schema, f"{arguments.recipe}, {features} optional features", seed)
-            _append(arguments.out, done, facts)
-            rows += done
-    print("\n".join(_summary(rows)))
+            _one(config, arguments, schema, f"{arguments.recipe}, {features} optional features", seed, facts)
+    rows = [json.loads(line) for line in arguments.out.read_text().splitlines()] if arguments.out.is_file() else []
+    print("\n".join(_summary([row for row in rows if row["case"] == schema.name])))
 
 
 def _config(arguments: Arguments, features: str, seed: int) -> Config:
@@ -71,17 +69,21 @@ def _config(arguments: Arguments, features: str, seed: int) -> Config:
     return replace(config, data=data, train=replace(config.train, seed=seed, progress=False, save_every=0))
 
 
-def _one(config: Config, arguments: Arguments, schema: Schema, name: str, seed: int) -> list[dict]:
+def _one(config: Config, arguments: Arguments, schema: Schema, name: str, seed: int, facts: dict) -> None:
+    start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        run, start = Path(folder) / "run", time.perf_counter()
+        run = Path(folder) / "run"
         summary = train(config, arguments.data, run, with_baselines=False)
-        rows = _rows(schema, name, summary["splits"][arguments.split], "strict", seed)
+        facts = facts | {"samples_per_s": summary["samples_per_s"]}
+
+        def write(scores: dict, mode: str) -> None:
+            rows = _rows(schema, name, scores, mode, seed)
+            _append(arguments.out, [row | {"seconds": time.perf_counter() - start} for row in rows], facts)
+
+        write(summary["splits"][arguments.split], "strict")
         job = open_run(run, arguments.data)
         rates = base_rates(arguments.data, schema, config.data.train_split)
-        online = evaluate_split(job, arguments.data, arguments.split, rates, progressive=True)
-        rows += _rows(schema, name, online, "progressive", seed)
-    speed = {"seconds": time.perf_counter() - start, "samples_per_s": summary["samples_per_s"]}
-    return [row | speed for row in rows]
+        write(evaluate_split(job, arguments.data, arguments.split, rates, progressive=True), "progressive")
 
 
 def _rows(schema: Schema, name: str, tasks: dict[str, dict], mode: str, seed: int | None) -> list[dict]:

@@ -38,9 +38,11 @@ HELP = """usage: opengem COMMAND ...
   evaluate RUN --data DIR         score splits with the newest checkpoint
   predict RUN --data DIR --out FILE.parquet
                                   write a probability per sample and task
+  profile RECIPE [--data DIR] [--out DIR] [--samples N]
+                                  where a training step's time goes, layer by layer, and what bounds each
   report RUN [OTHER ...]          write one self-contained HTML page; several runs are compared
-  bench kernels --op OP | bench sparse [--peers] [--out FILE.jsonl]
-                                  time kernels and their peers on this GPU
+  bench kernels --op OP | bench sparse [--peers] | bench train [--ladder] [--out FILE.jsonl]
+                                  time kernels, tables or training on this GPU
   doctor                          versions, devices, which kernel runs where, what is missing
 
 Every command answers --help with all its flags."""
@@ -92,6 +94,23 @@ class Predict:
 
 
 @dataclass(frozen=True)
+class Profile:
+    """Time one training step layer by layer; any field of the recipe is a flag."""
+
+    data: Path | None = None
+    """data folder (default: random batches of the shape the recipe is made for)"""
+    out: Path | None = None
+    """folder for profile.json and profile.html; a run folder's report then holds the profile"""
+    samples: int = 0
+    """samples of the step (0: the recipe's batch or, on a GPU, as much of it as fits)"""
+    streams: int = 3
+    """event streams of the random batches"""
+    lengths: str = ""
+    """law of their history lengths (default: log-normal, half of the longest)"""
+    config: Annotated[Config, tyro.conf.arg(name="")] = Config()
+
+
+@dataclass(frozen=True)
 class Report:
     """Write one self-contained HTML page about a run; several runs are compared."""
 
@@ -102,15 +121,20 @@ class Report:
 
 @dataclass(frozen=True)
 class Bench:
-    """Time kernels or embedding tables and, with --peers, what they are compared with, in one process on this GPU."""
+    """Time kernels or embedding tables and, with --peers, what they are compared with, or training of the medium
+    recipe, in one process on this GPU."""
 
-    what: tyro.conf.Positional[Literal["kernels", "sparse"]]
+    what: tyro.conf.Positional[Literal["kernels", "sparse", "train"]]
     op: str = ""
     """op folder, for example jfa (kernels only)"""
     peers: bool = False
     """also time the peers that are installed"""
     case: tuple[str, ...] = ()
-    """only these cases"""
+    """only these cases (train: rungs of the ladder)"""
+    ladder: bool = False
+    """from a padded PyTorch baseline up, one technique at a time (train only)"""
+    overhead: bool = False
+    """what always-on logging costs (train only)"""
     out: Path | None = None
     """JSON-lines file the rows are appended to"""
 
@@ -154,11 +178,7 @@ def _data(arguments: list[str]) -> None:
 
 
 def _train(arguments: list[str]) -> None:
-    if arguments[:1] in (["-h"], ["--help"]):
-        arguments = ["tiny", "--help"]
-    if not arguments or arguments[0].startswith("-"):
-        raise UserError(f"train needs a recipe first: {', '.join(RECIPES)} or a config.json")
-    options = _parse(Train, arguments[1:], f"opengem train {arguments[0]}", Train(config=load_recipe(arguments[0])))
+    options = _with_recipe(Train, "train", arguments)
     config = options.config
     if options.steps:
         config = replace(config, train=replace(config.train, steps=options.steps))
@@ -177,6 +197,16 @@ def _train(arguments: list[str]) -> None:
     _print_splits(summary["splits"], summary["baselines"])
     _print_speed(summary)
     print(f"report: {report.write([options.out])}")
+
+
+def _with_recipe(kind: type, command: str, arguments: list[str]) -> Any:
+    """The options of a command that takes a recipe first and any field of it as a flag."""
+    if arguments[:1] in (["-h"], ["--help"]):
+        arguments = ["tiny", "--help"]
+    if not arguments or arguments[0].startswith("-"):
+        raise UserError(f"{command} needs a recipe first: {', '.join(RECIPES)} or a config.json")
+    default = kind(config=load_recipe(arguments[0]))
+    return _parse(kind, arguments[1:], f"opengem {command} {arguments[0]}", default)
 
 
 def load_recipe(name: str) -> Config:
@@ -215,6 +245,16 @@ def _predict(arguments: list[str]) -> None:
     print(f"{rows:,} predictions written to {options.out}")
 
 
+def _profile(arguments: list[str]) -> None:
+    options = _with_recipe(Profile, "profile", arguments)
+    from opengem import profiling
+
+    result = profiling.run(options.config, options.data, options.samples, options.streams, options.lengths)
+    print(profiling.text(result))
+    if options.out is not None:
+        print(f"profile: {profiling.write(result, options.out)}")
+
+
 def _report(arguments: list[str]) -> None:
     options = _parse(Report, arguments, "opengem report")
     from opengem.efficiency import report
@@ -228,6 +268,10 @@ def _bench(arguments: list[str]) -> None:
         from benchmarks.kernels import sparse
 
         sparse.run(options.out, options.peers, options.case or tuple(sparse.CASES))
+    elif options.what == "train":
+        from benchmarks import train
+
+        (train.overhead if options.overhead else train.run)(options.out, options.ladder, options.case)
     else:
         from benchmarks import run as bench
 
@@ -246,6 +290,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": _train,
     "evaluate": _evaluate,
     "predict": _predict,
+    "profile": _profile,
     "report": _report,
     "bench": _bench,
     "doctor": _doctor,

@@ -145,8 +145,8 @@ class ModelConfig:
     """context tokens a GDPA block attends to"""
     seeds: int = 16
     """learned queries of seed pooling"""
-    counting_seeds: int = 4
-    """of the seeds, those that sum over the history instead of averaging (0: none)"""
+    counting_heads: int = 1
+    """of a stream's heads in pooling, those that sum over the history instead of averaging (0: none)"""
     pooled_tokens: int = 8
     """tokens a stream's seeds are mapped to and handed to the feature side"""
     recent_tokens: int = 2
@@ -182,9 +182,10 @@ class ModelConfig:
         _at_least("model.fm_tokens", self.fm_tokens, 0)
         _at_least("model.recent_tokens", self.recent_tokens, 0)
         _at_least("model.num_feature_tokens", self.num_feature_tokens, 2)
-        rule = f"must lie between 0 and model.seeds ({self.seeds})"
-        counting = 0 <= self.counting_seeds <= self.seeds
-        _require(counting, "model.counting_seeds", self.counting_seeds, rule, "0 lets every seed average")
+        fewest = min((stream.heads for stream in self.streams), default=0)
+        rule = f"must lie between 0 and the fewest heads of a stream ({fewest})"
+        counting = 0 <= self.counting_heads <= fewest or not self.streams
+        _require(counting, "model.counting_heads", self.counting_heads, rule, "0 lets every head average")
         rule = f"must be a multiple of heads ({self.heads})"
         _require(self.dim % self.heads == 0, "model.dim", self.dim, rule, f"for example {32 * self.heads}")
         _one_of("model.activation", self.activation, ACTIVATIONS)

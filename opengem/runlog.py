@@ -12,18 +12,21 @@ import torch
 
 from opengem import __version__
 from opengem.data.files import writable
+from opengem.efficiency import mfu
 from opengem.errors import UserError
 
-SPEEDS = ("samples_per_s", "tokens_per_s")
+SPEEDS = {"samples_per_s": "samples", "tokens_per_s": "tokens", "useful_tflops": "useful_tflop"}
 
 
 class RunLog:
     """Writes the run folder. On resume, lines of metrics.jsonl after the checkpoint's step are dropped first."""
 
-    def __init__(self, folder: Path, config_json: str, step: int, total_steps: int, progress: bool) -> None:
+    def __init__(self, folder: Path, config_json: str, step: int, total_steps: int, progress: bool,
+                 peak_tflops: float | None = None) -> None:
+        """peak_tflops: dense bf16 peak of the device, if it is known."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self.folder = folder
+        self.folder, self._peak = folder, peak_tflops
         with writable(folder):
             folder.mkdir(parents=True, exist_ok=True)
             if not (folder / "config.json").is_file():
@@ -35,7 +38,7 @@ class RunLog:
             self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
         self._bar = _progress_bar(progress)
         self._task = self._bar.add_task("train", total=total_steps, completed=step, info="")
-        self._mark = (time.perf_counter(), None, None)
+        self._mark: tuple[float, dict | None] = time.perf_counter(), None
 
     def __enter__(self) -> RunLog:
         self._bar.start()
@@ -47,8 +50,9 @@ class RunLog:
             self._board.close()
 
     def write(self, line: dict) -> None:
-        """Append one line (adding speed and memory), update TensorBoard and the progress line."""
-        line |= self._speed(line["samples"], line["tokens"]) | {"memory_bytes": peak_memory_bytes()}
+        """Append one line (adding speeds, from the running sums in it, and memory); update TensorBoard and the bar."""
+        line |= self._speed({speed: line[of] for speed, of in SPEEDS.items()}) | {"memory_bytes": peak_memory_bytes()}
+        line["mfu"] = mfu.of(line["useful_tflops"], self._peak)
         with writable(self.folder):
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
@@ -58,19 +62,19 @@ class RunLog:
             f"{task} NE {m['ne']:.4f}" for task, m in line["tasks_total"].items() if m["ne"] is not None
         )
         speed = f"{line['samples_per_s']:,.0f} samples/s  " if line["samples_per_s"] else ""
+        speed += f"{line['mfu']:.1%} MFU  " if line["mfu"] else ""
         info = f"{speed}{quality}  {line['memory_bytes'] / 2**30:.2f} GiB"
         self._bar.update(self._task, completed=line["step"], info=info)
 
-    def _speed(self, samples: int, tokens: int) -> dict[str, float | None]:
-        now, (then, old_samples, old_tokens) = time.perf_counter(), self._mark
-        self._mark, seconds = (now, samples, tokens), now - then
-        if old_samples is None:  # warm-up: the first interval after a start holds compilation and cold caches
+    def _speed(self, sums: dict[str, float]) -> dict[str, float | None]:
+        now, (then, before) = time.perf_counter(), self._mark
+        self._mark, seconds = (now, sums), now - then
+        if before is None:  # warm-up: the first interval after a start holds compilation and cold caches
             return dict.fromkeys(SPEEDS) | {"elapsed_s": seconds}
-        speeds = ((samples - old_samples) / seconds, (tokens - old_tokens) / seconds)
-        return dict(zip(SPEEDS, speeds, strict=True)) | {"elapsed_s": seconds}
+        return {name: (value - before[name]) / seconds for name, value in sums.items()} | {"elapsed_s": seconds}
 
     def throughput(self) -> dict[str, float | None]:
-        """Mean samples/s and tokens/s of the run without warm-up intervals; None for a run that short."""
+        """Mean speeds of the run without warm-up intervals; None for a run that short."""
         timed = [line for line in read_metrics(self.folder) if line["samples_per_s"] is not None]
         seconds = sum(line["elapsed_s"] for line in timed)
         return {k: sum(line[k] * line["elapsed_s"] for line in timed) / seconds if timed else None for k in SPEEDS}

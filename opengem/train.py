@@ -20,13 +20,14 @@ from opengem.data.batch import Batch
 from opengem.data.labels import base_rates
 from opengem.data.loader import Loader
 from opengem.data.schema import Schema
-from opengem.efficiency import mfu
+from opengem.efficiency import hardware, memory, mfu
+from opengem.efficiency.flops import RunFlops
 from opengem.errors import NonFiniteError, UserError
 from opengem.evaluate import evaluate_split
 from opengem.job import Job, build, pick_device
 from opengem.loss import Meter
 from opengem.metrics import entropy
-from opengem.runlog import NoLog, RunLog, environment
+from opengem.runlog import NoLog, RunLog, environment, peak_memory_bytes
 
 
 def train(config: Config, data: Path, out: Path, resume: str = "auto", with_baselines: bool = True) -> dict:
@@ -54,6 +55,8 @@ def _train(config: Config, data: Path, out: Path, resume: str, with_baselines: b
     rates = base_rates(data, schema, config.data.train_split)
     first = mesh.rank() == 0
     progress = Progress.of(job)
+    peak = hardware.bf16_peak(hardware.device_name(job.device))
+    peak = peak and peak * mesh.world_size()
     source = _find_checkpoint(config, out, resume)
     if source is not None:
         progress.load(job.restore(source), job, loader)
@@ -62,7 +65,8 @@ def _train(config: Config, data: Path, out: Path, resume: str, with_baselines: b
     describe(job)
     mesh.barrier()  # all have read the run folder before the first process writes it
 
-    with RunLog(out, to_json(config), job.step, job.total_steps, config.train.progress) if first else NoLog() as log:
+    options = (job.step, job.total_steps, config.train.progress, peak)
+    with RunLog(out, to_json(config), *options) if first else NoLog() as log:
         job.model.train()
         for batch in _batches(job, loader, progress):
             logits = job.forward(batch)
@@ -87,7 +91,7 @@ def _train(config: Config, data: Path, out: Path, resume: str, with_baselines: b
         summary["baselines"] = _baselines(config, data, schema, rates) if with_baselines else {}
         summary["lengths"] = counts["lengths"]
         summary |= log.throughput() | {"processes": mesh.world_size(), "environment": environment(job.device)}
-        summary |= _efficiency(job, counts, summary)
+        summary |= _efficiency(progress, counts, summary)
         log.finish(summary)
     return summary
 
@@ -103,6 +107,7 @@ class Progress:
     window: Meter
     total: Meter
     lengths: dict[str, Tensor]
+    flops: RunFlops
     epoch: int = 0
     samples: int = 0
     padded_tokens: int = 0
@@ -110,7 +115,8 @@ class Progress:
     @classmethod
     def of(cls, job: Job) -> Progress:
         lengths = {name: torch.zeros(longest + 1, dtype=torch.int64) for name, longest in job.max_lengths.items()}
-        return cls(Meter(job.schema.labels, job.device), Meter(job.schema.labels, job.device), lengths)
+        flops = RunFlops(job.model.flops, [stream.name for stream in job.schema.streams])
+        return cls(Meter(job.schema.labels, job.device), Meter(job.schema.labels, job.device), lengths, flops)
 
     def add(self, logits: dict[str, Tensor], batch: Batch) -> None:
         self.window.add({name: value.detach() for name, value in logits.items()}, batch)
@@ -144,12 +150,18 @@ class Progress:
         line = {"step": job.step, "epoch": self.epoch, "samples": counts["samples"], "tokens": counts["tokens"]}
         newest = mesh.max_over_ranks(batch.timestamps.max() if batch.batch_size else batch.timestamps.new_tensor(-1))
         line |= {"timestamp": int(newest), "loss": float(loss), "grad_norm": float(norm)}
-        line["lr"] = job.optimizer.param_groups[0]["lr"]
+        line |= {"lr": job.optimizer.param_groups[0]["lr"], "useful_tflop": self.useful_flops(counts) / 1e12}
+        line["memory"] = memory.categories(job, peak_memory_bytes())
         line["padding_avoided"] = 1 - counts["tokens"] / counts["padded_tokens"] if counts["padded_tokens"] else 0.0
         self.total.sums += self.window.sums
         line |= {"tasks": _tasks(self.window, rates), "tasks_total": _tasks(self.total, rates)}
         self.window.reset()
         return line
+
+    def useful_flops(self, counts: dict) -> int:
+        """Useful FLOPs of the run so far, on all processes."""
+        histories = {name.removesuffix(".timestamp"): found for name, found in counts["lengths"].items()}
+        return self.flops.training(histories, counts["samples"])
 
     def dump(self, job: Job, loader: Loader) -> str:
         """What `load` needs to go on bit for bit, as JSON."""
@@ -225,13 +237,11 @@ def _find_checkpoint(config: Config, out: Path, resume: str) -> Path | None:
     return checkpoint.find(out / "checkpoints") if resume in ("auto", "never") else Path(resume)
 
 
-def _efficiency(job: Job, counts: dict, summary: dict) -> dict:
-    """Useful FLOPs of a sample and what the steady speed makes of them on one of the devices."""
-    histories = {name.removesuffix(".timestamp"): found for name, found in counts["lengths"].items()}
-    total = mfu.training_flops(job.model.flops, histories, counts["samples"])
-    each = total / counts["samples"] if counts["samples"] else 0.0
-    speed = summary["samples_per_s"] and summary["samples_per_s"] / summary["processes"]
-    return {"flops_per_sample": each} | mfu.rates(each, speed, summary["environment"]["device"])
+def _efficiency(progress: Progress, counts: dict, summary: dict) -> dict:
+    """Useful FLOPs of a sample and what the steady speed makes of them on the devices of the job."""
+    each = progress.useful_flops(counts) / counts["samples"] if counts["samples"] else 0.0
+    device, devices = summary["environment"]["device"], summary["processes"]
+    return {"flops_per_sample": each} | mfu.rates(each, summary["samples_per_s"], device, devices)
 
 
 def _baselines(config: Config, data: Path, schema: Schema, rates: dict[str, float | None]) -> dict:

@@ -13,7 +13,7 @@ def recipe() -> Config:
         sparse=SparseConfig(dim=128, lr=0.02),
         model=ModelConfig(
             dim=1024, heads=8, layers=8, schedule="GS", num_feature_tokens=512, num_summary=256, num_kv=256, seeds=512,
-            counting_seeds=128, pooled_tokens=64, recent_tokens=4, sumkron_rank=8, experts=8, fm_tokens=16,
+            counting_heads=2, pooled_tokens=64, recent_tokens=4, sumkron_rank=8, experts=8, fm_tokens=16,
             linear_tokens=16, fm_rank=64, expert_hidden=4096, head_hidden=1024,
             streams=(StreamConfig("*", max_length=8192, dim=1024, heads=8, attention="block", window=64),),
         ),

@@ -13,7 +13,7 @@ def recipe() -> Config:
         sparse=SparseConfig(dim=128, lr=0.02),
         model=ModelConfig(
             dim=512, heads=4, layers=8, schedule="GS", num_feature_tokens=256, num_summary=128, num_kv=128, seeds=256,
-            counting_seeds=64, pooled_tokens=32, recent_tokens=4, sumkron_rank=8, experts=4, fm_tokens=16,
+            counting_heads=1, pooled_tokens=32, recent_tokens=4, sumkron_rank=8, experts=4, fm_tokens=16,
             linear_tokens=16, fm_rank=32, expert_hidden=4096, head_hidden=512,
             streams=(StreamConfig("*", max_length=4096, dim=512, heads=4, attention="block", window=64),),
         ),

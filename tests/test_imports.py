@@ -17,7 +17,7 @@ LEVELS = [
     {"sparse", "model", "precision"},
     {"parallel", "memory", "optim"},
     {"checkpoint", "efficiency"},
-    {"job", "runlog", "baselines", "train", "evaluate"},
+    {"job", "runlog", "baselines", "train", "evaluate", "profiling"},
     {"cli", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}

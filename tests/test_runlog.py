@@ -19,7 +19,8 @@ def _open(folder, step=0, progress=False):
 
 def _line(step):
     task = {"click": {"ne": 0.5, "logloss": 0.3, "calibration": None}}
-    return {"step": step, "samples": 100 * step, "tokens": 900 * step, "tasks": task, "tasks_total": task}
+    sums = {"samples": 100 * step, "tokens": 900 * step, "useful_tflop": step}
+    return {"step": step, "tasks": task, "tasks_total": task} | sums
 
 
 def test_a_second_writer_is_refused_until_the_first_is_done(tmp_path):
@@ -117,9 +118,9 @@ def test_speed_leaves_the_warm_up_out(tmp_path, monkeypatch):
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     with _open(tmp_path) as log:
         monkeypatch.setattr(log, "_bar", Mock())
-        assert log.throughput() == {"samples_per_s": None, "tokens_per_s": None}
+        assert log.throughput() == dict.fromkeys(("samples_per_s", "tokens_per_s", "useful_tflops"))
         for step in (1, 2, 4):
             log.write(_line(step))
-        assert log.throughput() == pytest.approx({"samples_per_s": 100.0, "tokens_per_s": 900.0})
+        assert log.throughput() == pytest.approx({"samples_per_s": 100.0, "tokens_per_s": 900.0, "useful_tflops": 1.0})
     assert [line["samples_per_s"] for line in read_metrics(tmp_path)] == [None, 100.0, 100.0]
     assert [line["elapsed_s"] for line in read_metrics(tmp_path)] == [50.0, 1.0, 2.0]

@@ -29,7 +29,7 @@ from tests import small
 
 ROOT = Path(__file__).resolve().parent.parent
 LEARN, LOSS = Job.learn, Job.loss
-TIMING = {"samples_per_s", "tokens_per_s", "elapsed_s", "memory_bytes"}
+TIMING = {"samples_per_s", "tokens_per_s", "useful_tflops", "mfu", "elapsed_s", "memory_bytes", "memory"}
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +234,7 @@ def test_lengths_and_padding_are_counted_over_batches_of_different_maximum():
     from opengem.jagged import Jagged
     from opengem.train import Progress
 
-    progress = Progress(Meter([], torch.device("cpu")), None, {"view": torch.zeros(9, dtype=torch.int64)})
+    progress = Progress(Meter([], torch.device("cpu")), None, {"view": torch.zeros(9, dtype=torch.int64)}, None)
     for lengths in ([2, 0], [5, 1, 1], []):
         size = len(lengths)
         history = Jagged.from_lengths(torch.zeros(sum(lengths), dtype=torch.int64), torch.tensor(lengths, dtype=int))

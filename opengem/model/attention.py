@@ -69,8 +69,8 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.kind, self.block, self.heads, self.dim = config.attention, config.window, config.heads, config.dim
         self.window = (config.window, config.window) if self.kind == "window" else None
-        self.qkv = nn.Linear(config.dim, 3 * config.dim)
-        self.out = nn.Linear(config.dim, config.dim)
+        self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=False)
+        self.out = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x: Jagged, angles: Rotation | None) -> Jagged:
         qkv = self.qkv(x.values).unflatten(1, (3 * self.heads, -1))
@@ -107,8 +107,8 @@ class ContextAttention(nn.Module):
         super().__init__()
         self.heads, self.dim, self.num_kv, self.activation = config.heads, config.dim, model.num_kv, model.activation
         self.key_tokens, self.value_tokens = (TokenMix(model.num_summary, model.num_kv) for _ in range(2))
-        self.key, self.value = (nn.Linear(model.dim, config.dim) for _ in range(2))
-        self.query, self.out = (nn.Linear(config.dim, config.dim) for _ in range(2))
+        self.key, self.value = (nn.Linear(model.dim, config.dim, bias=False) for _ in range(2))
+        self.query, self.out = (nn.Linear(config.dim, config.dim, bias=False) for _ in range(2))
         nn.init.normal_(self.value.weight, std=(model.dim * model.num_kv) ** -0.5)
 
     def forward(self, x: Jagged, summary: Tensor) -> Jagged:
@@ -160,40 +160,36 @@ class SeedPooling(nn.Module):
     """Hierarchical seed pooling: a whole history `[T, d]` to `[B, pooled_tokens, model dim]`.
 
     Learned seeds, shifted and scaled by the candidate (so that pooling looks for what the candidate resembles), attend
-    to all events. Softmax can only average, so the last `counting_seeds` sum `relu(q kᵀ) v` instead, compressed by a
+    to all events. Softmax can only average, so the last `counting_heads` sum `relu(q kᵀ) v` instead, compressed by a
     signed log: pooling that can count. SumKron turns seeds into tokens. An empty history gives zeros.
     """
 
     def __init__(self, config: StreamConfig, model: ModelConfig) -> None:
         super().__init__()
-        self.heads, self.dim, self.seeds, self.counting = config.heads, config.dim, model.seeds, model.counting_seeds
+        self.heads, self.dim, self.seeds = config.heads, config.dim, model.seeds
+        self.kinds = config.heads - model.counting_heads, model.counting_heads  # heads that average, heads that count
         self.seed = nn.Parameter(torch.randn(model.seeds, config.dim))
         self.condition = nn.Linear(model.dim, 2 * config.dim)
-        self.query, self.out = (nn.Linear(config.dim, config.dim) for _ in range(2))
-        self.key_value = nn.Linear(config.dim, 2 * config.dim)
+        self.query, self.out = (nn.Linear(config.dim, config.dim, bias=False) for _ in range(2))
+        self.key_value = nn.Linear(config.dim, 2 * config.dim, bias=False)
         self.kron = SumKron(model.seeds, model.pooled_tokens, config.dim, model.dim, model.sumkron_rank)
 
     def forward(self, x: Jagged, candidate: Tensor) -> Tensor:
         """candidate: `[B, model dim]`."""
-        k, v = self.key_value(x.values).unflatten(1, (2, self.heads, -1)).unbind(1)
         scale, shift = self.condition(candidate)[:, None].chunk(2, dim=2)
         q = self.query(layer_norm(torch.addcmul(shift, self.seed.to(scale.dtype), 1 + scale)))  # [B, seeds, d]
-        averaging, counting = q.split([self.seeds - self.counting, self.counting], 1)
-        parts = []
-        if averaging.shape[1]:
-            parts.append(self.attend(jagged_flash_attention, averaging, k, v, x))
-        if counting.shape[1]:
-            scale = (self.dim // self.heads) ** -0.5
-            sums = self.attend(gdpa, counting, k, v, x, activation="relu", scale=scale)
-            parts.append((sums.detach().sign() * torch.log1p(sums.abs())).to(q.dtype))
-        return self.kron(self.out(torch.cat(parts, 1)))
-
-    def attend(self, op, q: Tensor, k: Tensor, v: Tensor, x: Jagged, **options) -> Tensor:
-        samples, count, _ = q.shape
-        offsets = torch.arange(0, samples * count + 1, count, device=q.device)
-        flat = q.reshape(samples * count, self.heads, self.dim // self.heads)
-        out = op(flat, k, v, offsets, x.offsets, max_q=count, max_kv=x.max_length, **options)
-        return out.reshape(samples, count, self.dim)
+        q = q.reshape(-1, self.heads, self.dim // self.heads).split(self.kinds, 1)
+        kv = self.key_value(x.values).unflatten(1, (2 * self.heads, -1)).split(2 * self.kinds, 1)
+        offsets = torch.arange(0, candidate.shape[0] * self.seeds + 1, self.seeds, device=candidate.device)
+        rows = {"q_offsets": offsets, "kv_offsets": x.offsets, "max_q": self.seeds, "max_kv": x.max_length}
+        parts, scale = [], (self.dim // self.heads) ** -0.5
+        if self.kinds[0]:
+            parts.append(jagged_flash_attention(q[0], kv[0], kv[2], **rows))
+        if self.kinds[1]:
+            sums = gdpa(q[1], kv[1], kv[3], activation="relu", scale=scale, **rows)
+            parts.append((sums.detach().sign() * torch.log1p(sums.abs())).to(q[1].dtype))
+        pooled = torch.cat(parts, 1).flatten(1).unflatten(0, (-1, self.seeds))
+        return self.kron(self.out(pooled))
 
     def flops(self, lengths: list[int]) -> int:
         rows, events, square = len(lengths), sum(lengths), self.dim * self.dim

@@ -45,7 +45,7 @@ class HistorySummary(nn.Module):
         super().__init__()
         self.recent = model.recent_tokens
         self.pooling = SeedPooling(config, model)
-        self.lift = nn.Linear(config.dim, model.dim)
+        self.lift = nn.Linear(config.dim, model.dim, bias=False)
         self.gate = Gate(model.dim)
         self.opening = nn.Parameter(torch.zeros(model.dim))
 

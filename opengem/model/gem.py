@@ -123,7 +123,8 @@ class GEM(nn.Module):
             x.append(layer(x, states, candidate))
         for name, summary in self.last_summaries.items():
             states[name] = replace(states[name], summary=summary(states[name], candidate))
-        last = torch.cat([x[-1], *[state.summary.to(x[-1].dtype) for state in states.values()]], 1).flatten(1)
+        last = torch.cat([x[-1], *[state.summary.to(x[-1].dtype) for state in states.values()]], 1)
+        last = layer_norm(last).flatten(1)
         return {name: head(last) for name, head in self.heads.items()}
 
     def tokenize_events(self, batch: Batch, embedded: Embedded) -> tuple[dict[str, StreamState], list[Tensor]]:

@@ -6,11 +6,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from opengem.kernels.norm.op import layer_norm
-
 
 class Head(nn.Module):
-    """Flattened tokens `[B, width]` -> hidden -> hidden / 2 -> one logit, float32 `[B]`.
+    """Flattened, normalised tokens `[B, width]` -> hidden -> hidden / 2 -> one logit, float32 `[B]`.
 
     A label that is defined given another one gets its conditional logit here; the loss combines them.
     The last layer starts small, so that training starts near probability 1/2 without sharp opinions.
@@ -24,7 +22,6 @@ class Head(nn.Module):
         nn.init.zeros_(self.out.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = layer_norm(x)
         for layer in self.layers:
             x = F.gelu(layer(x))
         return self.out(x)[:, 0].float()

@@ -142,8 +142,8 @@ class CrossLayerAttention(nn.Module):
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.query, self.out = nn.Linear(dim, dim), nn.Linear(dim, dim)
-        self.key_value = nn.Linear(dim, 2 * dim)
+        self.query, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(2))
+        self.key_value = nn.Linear(dim, 2 * dim, bias=False)
         self.gate = nn.Parameter(torch.zeros(dim))
 
     def forward(self, x: Tensor, earlier: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from opengem.config import ModelConfig
 from opengem.data.batch import Batch, Embedded
 from opengem.data.schema import Feature, Stream
 from opengem.jagged import Jagged
-from opengem.kernels.jagged_ops.op import gather_rows
+from opengem.kernels.jagged_ops.op import jagged_dense_bmm
 from opengem.model.interaction import TokenMix
 
 DAY = 86_400.0
@@ -51,11 +51,12 @@ def place(x: Tensor) -> Tensor:
     return torch.asinh(x.float() / SMALLEST).clamp(-SPAN, SPAN)
 
 
-def hats(places: Tensor, step: float) -> Tensor:
+def hats(places: Tensor, step: float, dtype: torch.dtype = torch.float32) -> Tensor:
     """`[...]` to `[..., knots]`: the two knots next to each place get the weights of linear interpolation, others 0."""
-    last = int(SPAN / step)
-    knots = torch.arange(-last, last + 1, device=places.device)
-    return (1 - ((places / step)[..., None] - knots).abs()).clamp(min=0)
+    knots = torch.arange(-int(SPAN / step), int(SPAN / step) + 1, device=places.device)
+    distance = torch.empty(*places.shape, knots.shape[0], dtype=dtype, device=places.device)
+    torch.sub((places / step)[..., None], knots, out=distance)  # rounded here, the passes below move half the bytes
+    return distance.abs_().neg_().add_(1).clamp_(min=0)
 
 
 class NumberEncoding(nn.Module):
@@ -105,12 +106,16 @@ class EventTokenizer(nn.Module):
         self.stream = stream
         self.pairs = matches(stream, features) if config.match else []
         self.ids, self.bits = attribute_kinds(stream, "id"), attribute_kinds(stream, "bits")
-        self.register_buffer("paired", torch.tensor([self.ids.index(a) for a, _ in self.pairs]).long(), False)
+        paired = torch.tensor([[a == b for b, _ in self.pairs] for a in self.ids])
+        paired = paired.reshape(len(self.ids), 1, len(self.pairs))
+        self.register_buffer("paired", paired, False)  # [attributes, 1, pairs]
         self.register_buffer("decay", torch.tensor([0.0, *(-1 / (days * DAY) for days in DECAYS_DAYS)]), False)
         self.dense = attribute_kinds(stream, "dense")
         numbers = (len(self.dense) + 2) * hats(torch.zeros(()), self.STEP).shape[0]
-        width = len(self.ids) * embedding_dim + numbers + sum(a.rows for a in self.bits) + 2 * len(self.pairs)
-        self.inner = nn.Linear(width, dim)
+        numbers += sum(a.rows for a in self.bits) + 2 * len(self.pairs)
+        self.padding = -numbers % 8  # matrix products of any other width are several times slower
+        self.lift = nn.Linear(len(self.ids) * embedding_dim, dim, bias=False)
+        self.inner = nn.Linear(numbers + self.padding, dim)
         self.outer = nn.Linear(dim, dim)
 
     def view(self, batch: Batch) -> EventView:
@@ -129,23 +134,34 @@ class EventTokenizer(nn.Module):
         return source.sequences[f"{self.stream.name}.{attribute.name}"].values
 
     def forward(self, batch: Batch, embedded: Embedded, view: EventView) -> Jagged:
-        vectors = torch.cat([self.column(embedded, a) for a in self.ids] or [view.match[:, :0]], 1)
-        bits = [unpack_bits(self.column(batch, a), a.rows) for a in self.bits]
-        numbers = torch.cat([*bits, self.numbers(batch, view), view.match], 1).to(vectors.dtype)
-        parts = [vectors, numbers, self.similarity(vectors, embedded, view.row)] if self.pairs else [vectors, numbers]
-        return view.history.with_values(self.outer(F.gelu(self.inner(torch.cat(parts, 1)))))
+        vectors = torch.cat([self.column(embedded, a) for a in self.ids] or [view.gap[:, None][:, :0]], 1)
+        numbers = self.numbers(batch, view, vectors.dtype)
+        if self.pairs:
+            numbers = torch.cat([numbers, self.similarity(vectors, embedded, view.history)], 1)
+        hidden = torch.addmm(self.inner(numbers), vectors, self.lift.weight.T)
+        return view.history.with_values(self.outer(F.gelu(hidden)))
 
-    def numbers(self, batch: Batch, view: EventView) -> Tensor:
-        """float32 `[T, numbers * knots]`: dense attributes, days to the request, days since the event before."""
+    @torch.no_grad()
+    def numbers(self, batch: Batch, view: EventView, dtype: torch.dtype) -> Tensor:
+        """What is known of an event besides its ids: action bits, match bits, padding, and the knots of its numbers.
+
+        The numbers are the dense attributes, days to the request, and days since the event before.
+        """
         previous = (view.gap.roll(1) - view.gap).masked_fill(view.position == 0, 0)
         numbers = [*[self.column(batch, a) for a in self.dense], view.gap / DAY, previous / DAY]
-        return hats(place(torch.stack(numbers, 1)), self.STEP).flatten(1)
+        knots = hats(place(torch.stack(numbers, 1)), self.STEP, dtype).flatten(1)
+        bits = [unpack_bits(self.column(batch, a), a.rows) for a in self.bits]
+        flags = torch.cat([*bits, view.match, view.gap.new_zeros(view.gap.shape[0], self.padding)], 1)
+        return torch.cat([knots, flags.to(dtype)], 1)
 
-    def similarity(self, vectors: Tensor, embedded: Embedded, row: Tensor) -> Tensor:
-        """`[T, pairs]`: inner product of the event's and the candidate's embedding, a soft match."""
-        own = vectors.unflatten(1, (len(self.ids), -1)).index_select(1, self.paired)
-        wanted = torch.stack([embedded.features[f.name] for _, f in self.pairs], 1)
-        return (own * gather_rows(wanted, row)).sum(2)
+    def similarity(self, vectors: Tensor, embedded: Embedded, history: Jagged) -> Tensor:
+        """`[T, pairs]`: inner product of the event's and the candidate's embedding, a soft match.
+
+        As one matrix product a sample: the candidate's vectors, each in the rows of the attribute it is compared with.
+        """
+        wanted = torch.stack([embedded.features[f.name] for _, f in self.pairs], 2)  # [B, E, pairs]
+        spread = wanted[:, None] * self.paired.to(wanted.dtype)  # [B, attributes, E, pairs]
+        return jagged_dense_bmm(vectors, spread.flatten(1, 2), history.offsets, max_length=history.max_length)
 
     @torch.no_grad()
     def counts(self, view: EventView) -> Tensor:
@@ -161,7 +177,9 @@ class EventTokenizer(nn.Module):
         return 1 + len(self.pairs) * (1 + len(DECAYS_DAYS))
 
     def flops(self, rows: int) -> int:
-        return 2 * rows * (self.inner.weight.numel() + self.outer.weight.numel())
+        weights = sum(layer.weight.numel() for layer in (self.lift, self.inner, self.outer))
+        similarity = self.lift.in_features // max(1, len(self.ids)) * len(self.pairs)
+        return 2 * rows * (weights - self.padding * self.inner.out_features + similarity)
 
 
 class FeatureTokenizer(nn.Module):

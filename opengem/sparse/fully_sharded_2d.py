@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from opengem.kernels.jagged_ops.op import gather_rows
 from opengem.mesh import all_gather, exchange, reduce_scatter, swap_counts
-from opengem.sparse.lookup import op
 from opengem.sparse.sharded_2d import Copies
 from opengem.sparse.table import Duplicates, Piece, Request, Tables
 
@@ -107,7 +107,7 @@ class FullyShardedTables:
             return self._read_chunks(request, dtype)
         found = self.own.lookup(request.asked, dtype)
         found = exchange(found, request.received, request.sent, self.copies.group)
-        return op.gather(found, request.wanted.inverse, dtype)
+        return gather_rows(found, request.wanted.inverse)
 
     def _read_chunks(self, request: SharedRequest, dtype: torch.dtype) -> Tensor:
         """Gather every chunk once, used or not."""

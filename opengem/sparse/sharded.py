@@ -16,6 +16,7 @@ from torch import Tensor
 
 from opengem.config import SparseConfig
 from opengem.data.schema import Feature, Schema
+from opengem.kernels.jagged_ops.op import gather_rows
 from opengem.mesh import Mesh, exchange, swap_counts
 from opengem.sparse.collection import (
     EmbeddingCollection,
@@ -28,7 +29,6 @@ from opengem.sparse.collection import (
 )
 from opengem.sparse.fully_sharded_2d import FullyShardedTables
 from opengem.sparse.joined import JoinedCollections
-from opengem.sparse.lookup import op
 from opengem.sparse.plan import Plan, plan
 from opengem.sparse.sharded_2d import Copies, ReplicatedTables
 from opengem.sparse.table import Duplicates, Tables
@@ -131,7 +131,7 @@ class AllToAllRouter:
 
     def vectors(self, route: RemoteRoute, found: Tensor) -> Tensor:
         found = exchange(found, route.received, route.sent, self.group)
-        return op.gather(found, route.ids.inverse, found.dtype)
+        return gather_rows(found, route.ids.inverse)
 
     def grads(self, route: RemoteRoute, grads: Tensor) -> Tensor:
         return exchange(route.ids.sum(grads), route.sent, route.received, self.group)

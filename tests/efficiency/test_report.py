@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -110,3 +114,21 @@ def test_doctor_names_versions_and_what_is_missing(monkeypatch):
     assert "obp" in text
     assert "pip install 'opengem[data]'" in text
     assert "cpu:" in text
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_browser_shows_it_without_errors_and_without_scrolling_sideways(tmp_path, width):
+    """On a phone and on a desk: in a frame of that width, since no browser window is as narrow as a phone."""
+    _run(tmp_path / "run")
+    shutil.copy(Path(__file__).parent / "profile.json", tmp_path / "run" / "profile.json")
+    inner = html.escape(report.write([tmp_path / "run"]).read_text())
+    measure = "document.body.dataset.width = this.contentDocument.documentElement.scrollWidth"
+    frame = f'<iframe style="width:{width}px;height:900px;border:0" srcdoc="{inner}" onload="{measure}"></iframe>'
+    (tmp_path / "frame.html").write_text(f"<!doctype html><body>{frame}</body>")
+    command = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0",
+               "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={tmp_path}/browser",
+               "--window-size=1400,1000", "--dump-dom", (tmp_path / "frame.html").as_uri()]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert "CONSOLE" not in done.stderr
+    assert 300 < int(re.search(r'data-width="(\d+)"', done.stdout)[1]) <= width

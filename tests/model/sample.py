@@ -31,7 +31,7 @@ SCHEMA = Schema(
 )
 FEATURES = list(SCHEMA.features)
 SMALL = ModelConfig(
-    dim=16, heads=2, layers=2, schedule="FS", num_feature_tokens=6, num_summary=4, num_kv=4, seeds=6, counting_seeds=2,
+    dim=16, heads=2, layers=2, schedule="FS", num_feature_tokens=6, num_summary=4, num_kv=4, seeds=6, counting_heads=1,
     pooled_tokens=3, recent_tokens=2, sumkron_rank=2, experts=2, fm_tokens=2, linear_tokens=2, fm_rank=3,
     expert_hidden=16, head_hidden=16,
     streams=(

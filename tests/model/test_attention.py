@@ -111,13 +111,13 @@ def test_sumkron_is_the_dense_map_of_its_kronecker_products():
     assert module.tokens.numel() + module.channels.numel() == 2 * (5 * 3 + 4 * 2)
 
 
-def test_pooling_averages_and_counting_seeds_count():
-    """Softmax cannot tell a history from the same history twice; counting seeds can."""
+def test_pooling_averages_and_counting_heads_count():
+    """Softmax cannot tell a history from the same history twice; counting heads can."""
     once, candidate = history([4]), torch.randn(1, SMALL.dim)
     twice = Jagged.from_lengths(once.values.repeat(2, 1), torch.tensor([8]), 8)
-    averaging = SeedPooling(STREAM, replace(SMALL, counting_seeds=0))
+    averaging = SeedPooling(STREAM, replace(SMALL, counting_heads=0))
     torch.testing.assert_close(averaging(once, candidate), averaging(twice, candidate))
-    counting = SeedPooling(STREAM, replace(SMALL, counting_seeds=2))
+    counting = SeedPooling(STREAM, replace(SMALL, counting_heads=1))
     assert (counting(once, candidate) - counting(twice, candidate)).abs().max() > 1e-3
 
 

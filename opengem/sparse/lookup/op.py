@@ -69,15 +69,6 @@ class Lookup:
     sample_weights: Tensor | None = None
 
 
-def gather(weight: Tensor, rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """`dtype` `[N, D]`: rows int64 `[N]` of the matrix `[R, D]` itself."""
-    if _implementation(weight) is reference:
-        return weight.index_select(0, rows).to(dtype)
-    from opengem.sparse.lookup import triton
-
-    return triton.gather(weight, rows, dtype)
-
-
 def sort_ids(
     weight: Tensor, ids: Tensor, offsets: Tensor, first_rows: Tensor, *, pooling: str,
     sample_weights: Tensor | None = None) -> Order:
@@ -157,7 +148,7 @@ def update(
     step: int, rounding: noise.Rounding | None = None) -> None:
     """Sum the gradients of each row in the batch, then step it once, in place.
 
-    grads: float32 or 16-bit, `[F * B, D]` or `[N, D]` as `lookup` or `gather` returned. state: from `optimiser.state`.
+    grads: float32 or 16-bit, `[F * B, D]` or `[N, D]` as `lookup` returned. state: from `optimiser.state`.
     step: 1, 2, ..., the number of this update. rounding: the noise for 16-bit rows (default: rows are numbered as in
     the matrix). No ids: nothing happens.
     """

@@ -402,12 +402,6 @@ def lookup(
     return out
 
 
-def gather(weight: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of the matrix itself: one feature with one bag."""
-    offsets = torch.arange(2, device=rows.device) * rows.shape[0]
-    return lookup(weight, rows, offsets, torch.zeros_like(offsets[:1]), "none", None, dtype)
-
-
 def number_rows(
     ids: Tensor, offsets: Tensor, first_rows: Tensor, keys: Tensor, origins: Tensor, base: int, pooled: bool
 ) -> None:

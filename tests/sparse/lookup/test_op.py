@@ -290,14 +290,3 @@ def test_no_host_sync():
             op.update(weight, state, order, out, optimiser, lr=0.1, step=1, rounding=rounding)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-
-
-@implementations
-@pytest.mark.parametrize("dim, dtype, out", [(32, torch.float32, torch.float16), (20, torch.float16, torch.float32)])
-def test_gather_is_index_select_in_another_dtype(implementation, dim, dtype, out):
-    g = torch.Generator().manual_seed(0)
-    weight = torch.randn(50, dim, generator=g).to(DEVICE, dtype)
-    rows = torch.randint(50, (301,), generator=g).to(DEVICE)
-    with backend.force(implementation):
-        assert torch.equal(op.gather(weight, rows, out), weight.index_select(0, rows).to(out))
-        assert op.gather(weight, rows[:0], out).shape == (0, dim)

@@ -1,0 +1,235 @@
+"""`opengem bench train`: the medium recipe on one GPU, from an honest baseline up, one technique at a time.
+
+Every rung trains the same parameters on the same synthetic stream (log-normal histories to 4,096 events, fill about
+.5) at the same batch size, which gives its NE; then it is timed and profiled at the largest batch that fits.
+A rung is what the package does, with each technique that is not yet on replaced by plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import cycle, islice
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+from benchmarks import train_plain as plain
+from benchmarks.run import ceilings, environment, record
+from benchmarks.train_baseline import Baseline
+from opengem.config import Config, to_json
+from opengem.data import synthetic
+from opengem.data.batch import Batch
+from opengem.data.schema import Schema
+from opengem.efficiency import profile
+from opengem.efficiency.flops import RunFlops
+from opengem.job import Job, build
+from opengem.kernels import backend
+from opengem.loss import Meter
+from opengem.metrics import entropy
+from opengem.runlog import RunLog
+from opengem.train import Progress
+from recipes import medium, small
+
+STREAM = dict(users=512, samples=8192, lengths="lognormal(2650)", max_length=4096, streams=3, items=1 << 20,
+              base_rate=0.3, strength=3.0, mechanisms=("count", "recency", "cross", "bias", "drift"))  # fmt: skip
+LIMIT = 1024
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One technique more than the rung before. article: what Meta's article says it gained there."""
+
+    technique: str
+    what: str
+    article: str
+
+
+LADDER = (
+    Rung("baseline", "padded batches, cuDNN SDPA, bf16, torch.compile, torch look-ups", ""),
+    Rung("jagged", "ragged histories, jagged flash attention", "JFA: +12 % QPS, +18.5 % Local MFU"),
+    Rung("gdpa", "GDPA kernels", "GDPA and relatives: +30 %"),
+    Rung("block", "block attention, rotary kernel", "block attention: +30.6 % of the layer's MFU, +44 % over SWA"),
+    Rung("norm", "norms with the residual sum, one pass", "part of GDPA and relatives"),
+    Rung("sparse", "table-batched look-up and fused update", ""),
+)
+# technique -> name in the modules of the model, and what stands in for it while the technique is off
+STAND_INS = {
+    "gdpa": {"gdpa": plain.gdpa},
+    "block": {"block_attention": plain.block_attention, "apply_rope": plain.apply_rope},
+    "norm": {"layer_norm": plain.layer_norm, "rms_norm": plain.rms_norm},
+}
+MODULES = [importlib.import_module(f"opengem.model.{m}") for m in
+           ("attention", "blocks", "gem", "heads", "interaction", "tokenizer")]
+
+
+@contextlib.contextmanager
+def only(techniques: tuple[str, ...]) -> Iterator[None]:
+    """The package with every technique that is not among `techniques` replaced by its stand-in."""
+    with contextlib.ExitStack() as stack:
+        off = {k: v for t, names in STAND_INS.items() if t not in techniques for k, v in names.items()}
+        for module in MODULES:
+            for name in off.keys() & vars(module).keys():
+                stack.enter_context(patch.object(module, name, off[name]))
+        if "sparse" not in techniques:
+            stack.enter_context(patch.dict(backend.TABLE, {"sparse_lookup": ()}))
+        yield
+
+
+def run(out: Path | None, ladder: bool, rungs: tuple[str, ...] = (), samples: int = 2048, batch: int = 64,
+        config: Config | None = None, device: str = "cuda") -> list[dict]:
+    """Measure the rungs (all with `ladder`, else the last), append rows to `out`, return them.
+
+    rungs: only these. samples, batch: of the stream that gives the NE.
+    """
+    chosen = [rung for rung in LADDER if rung.technique in rungs] or list(LADDER[0 if ladder else -1 :])
+    where, config = torch.device(device), config or medium.recipe()
+    facts = environment(where) | ceilings(where) if where.type == "cuda" else {"gpu": "cpu"}
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        synthetic.build(Path(folder) / "data", **STREAM)
+        for rung in chosen:
+            techniques = tuple(r.technique for r in LADDER[: LADDER.index(rung) + 1])
+            row = measure(config, Path(folder) / "data", techniques, samples, batch, where)
+            row |= {"technique": rung.what, "article": rung.article} | facts
+            rows.append(row)
+            record(row, describe(row), out)
+    return rows
+
+
+def measure(config: Config, data: Path, techniques: tuple[str, ...], samples: int, size: int,
+            device: torch.device) -> dict:
+    """One row: NE of a stream of `samples` at batch `size`, then speed at the largest batch that fits."""
+    name = techniques[-1]
+    row = {"op": "train", "case": f"{config.name}_ladder", "impl": name, "peer": None, "techniques": list(techniques)}
+    warmup = replace(config.optim, warmup_steps=max(1, samples // size // 4))
+    config = replace(config, optim=warmup)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    with only(techniques):
+        job = _job(config, data, device, compiled=name == "baseline")
+        layers_of = job.model.layers if name == "baseline" else None
+        print(f"{time.strftime('%X')} {name}: built", flush=True)
+        row |= _quality(job, data, samples, size)
+        print(f"{time.strftime('%X')} {name}: NE {row['ne']:.4f}", flush=True)
+        sized = partial(_batch, job, data)
+        batch = profile.largest_batch(job, sized, size, LIMIT) if device.type == "cuda" else sized(size)
+        result = profile.measure(job, batch, warmup=1, steps=5, layers_of=layers_of, count=False)
+    row |= summary(result)
+    row["peak_gib"] = result["peak_bytes"] and result["peak_bytes"] / 2**30
+    del job, batch
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return row
+
+
+def summary(result: dict) -> dict:
+    """The columns of a row that a profile gives."""
+    times = sorted(result["step_times_ms"])
+    return {
+        "samples_per_s": result["samples_per_s"], "tokens_per_s": result["tokens_per_s"],
+        "batch": result["samples"], "tokens": result["tokens"], "step_ms": result["step_ms"],
+        "spread": (times[-1] - times[0]) / result["step_ms"], "busy_ms": result["busy_ms"],
+        "tflop_per_step": result["flops"] / 1e12, "useful_tflops": result["useful_tflops"],
+        "local_mfu": result["local_mfu"], "e2e_mfu": result["e2e_mfu"],
+    }  # fmt: skip
+
+
+def _job(config: Config, data: Path, device: torch.device, compiled: bool) -> Job:
+    """The parameters are drawn on the device: the same for every rung, and in seconds."""
+    train = replace(config.train, device=device.type)
+    with device:
+        job = build(replace(config, train=train), Schema.load(data))
+    if compiled:
+        job.model = Baseline(job.model, compiled=device.type == "cuda")
+    return job
+
+
+def _batches(job: Job, data: Path, size: int) -> Iterator[Batch]:
+    job.config = replace(job.config, data=replace(job.config.data, batch_size=size))
+    for batch in job.loader(data, "train", training=True):
+        yield batch.to(job.device, non_blocking=True)
+
+
+def _batch(job: Job, data: Path, size: int) -> Batch:
+    return next(_batches(job, data, size))
+
+
+def _quality(job: Job, data: Path, samples: int, size: int) -> dict:
+    """Progressive NE of the first label: every batch is predicted, then learned from."""
+    meter = Meter(job.schema.labels, job.device)
+    job.total_steps = samples // size
+    for batch in islice(_batches(job, data, size), samples // size):
+        logits = job.forward(batch)
+        meter.add({name: value.detach() for name, value in logits.items()}, batch)
+        if not job.learn(job.loss(logits, batch))[0]:
+            raise RuntimeError("non-finite loss or gradient")
+    weight, loss, label, _ = meter.read()[job.schema.labels[0].name]
+    return {"ne": loss / weight / entropy(label / weight), "ne_samples": samples, "ne_batch": size}
+
+
+def describe(row: dict) -> str:
+    """One printed line."""
+    text = f"{row['impl']:<10}{row['samples_per_s']:8.0f} samples/s  batch {row['batch']:4d}  NE {row['ne']:.4f}"
+    for name in ("local_mfu", "e2e_mfu"):
+        text += f"  {name} {row[name]:.1%}" if row[name] is not None else ""
+    return text + (f"  {row['peak_gib']:.0f} GiB" if row["peak_gib"] is not None else "")
+
+
+def overhead(out: Path | None, *_, config: Config | None = None, rounds: int = 4, steps: int = 20,
+             device: str = "cuda") -> list[dict]:
+    """What always-on logging costs: the training loop of `train.py` against the same loop without its log, in turns.
+
+    `share`: median time of `steps` steps with the log (a line is written at the last of them, as a run writes one every
+    20) over that without, less 1. The small recipe, whose steps are short.
+    """
+    where, config = torch.device(device), config or small.recipe()
+    config = replace(config, data=replace(config.data, batch_size=min(config.data.batch_size, 1024)))
+    law = {"lengths": "lognormal(512)", "max_length": 1024, "streams": 2}
+    with tempfile.TemporaryDirectory() as folder:
+        synthetic.build(Path(folder) / "data", users=2000, samples=rounds * 4096, **law)
+        job = _job(config, Path(folder) / "data", where, compiled=False)
+        host = list(islice(job.loader(Path(folder) / "data", "train", training=True), 3))
+        flops = RunFlops(job.model.flops, [s.name for s in job.schema.streams])
+        progress = Progress(Meter(job.schema.labels, where), Meter(job.schema.labels, where), flops)
+        with RunLog(Path(folder) / "run", to_json(config), 0, steps, progress=False) as log:
+            times = {True: [], False: []}
+            for _ in range(rounds + 1):
+                for logged in times:
+                    times[logged].append(_loop(job, host, steps, progress if logged else None, log))
+    with_log, without = (statistics.median(times[logged][1:]) for logged in (True, False))
+    spread = max((max(t[1:]) - min(t[1:])) / statistics.median(t[1:]) for t in times.values())
+    row = {"op": "train", "case": "logging_overhead", "impl": "opengem", "peer": None, "share": with_log / without - 1}
+    row |= {"step_ms": 1e3 * without / steps, "spread": spread, "batch": host[0].batch_size}
+    row |= environment(where) if where.type == "cuda" else {"gpu": "cpu"}
+    record(row, f"logging costs {row['share']:.2%} of a step of {row['step_ms']:.1f} ms (spread {spread:.2%})", out)
+    return [row]
+
+
+def _loop(job: Job, host: list[Batch], steps: int, progress: Progress | None, log: RunLog) -> float:
+    """Seconds of `steps` training steps, with the log where `progress` is given."""
+    start = time.perf_counter()
+    for batch in islice(cycle(host), steps):
+        if progress:
+            progress.count(batch)
+        batch = batch.to(job.device, non_blocking=True)
+        logits = job.forward(batch)
+        loss = job.loss(logits, batch)
+        if progress:
+            progress.add(logits, batch)
+        norm = job.learn(loss)[1]
+    if progress:
+        job.embeddings.check()
+        log.write(progress.line(job, loss, norm, batch, dict.fromkeys((x.name for x in job.schema.labels), 0.1)))
+    if job.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start

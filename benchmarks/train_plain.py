@@ -1,0 +1,77 @@
+"""Stand-ins in plain PyTorch for the kernels of the training ladder: same functions, same arguments."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from opengem.kernels.gdpa.activations import ACTIVATIONS
+from opengem.kernels.jfa.op import jagged_flash_attention
+
+
+@torch.compile(dynamic=True)
+def _products(q: Tensor, k: Tensor, v: Tensor, activation: str, scale: float) -> Tensor:
+    """q `[B, m, H, D]`, k and v `[B, n, H, D]`."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return (ACTIVATIONS[activation].value(q @ k.transpose(2, 3) * scale) @ v).transpose(1, 2)
+
+
+def gdpa(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, *, max_q: int, max_kv: int,
+         activation: str, scale: float) -> Tensor:
+    """Two batched products over padded queries and keys; padded values are 0, so padded keys add nothing."""
+    (qp, rows), (kp, _), (vp, _) = _pad(q, q_offsets, max_q), _pad(k, kv_offsets, max_kv), _pad(v, kv_offsets, max_kv)
+    return _products(qp, kp, vp, activation, scale).flatten(0, 1).index_select(0, rows)
+
+
+def _pad(x: Tensor, offsets: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """`[B, size, ...]` with zeros behind each sample, and the flat place of every row in it."""
+    samples = offsets.shape[0] - 1
+    sample = torch.repeat_interleave(torch.arange(samples, device=x.device), offsets.diff(), output_size=x.shape[0])
+    rows = torch.arange(x.shape[0], device=x.device) + (torch.arange(samples, device=x.device) * size
+                                                        - offsets[:-1])[sample]
+    return x.new_zeros(samples * size, *x.shape[1:]).index_copy(0, rows, x).unflatten(0, (samples, size)), rows
+
+
+def block_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *, max_length: int, block: int,
+                    rope: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """Every block is a sample of flash attention; blocks a short history does not have are empty samples."""
+    if rope is not None:
+        q, k = (apply_rope(x, offsets, *rope) for x in (q, k))
+    starts = offsets[:-1, None] + torch.arange(0, max_length, block, device=q.device)
+    edges = torch.cat([torch.minimum(starts, offsets[1:, None]).flatten(), offsets[-1:]])
+    return jagged_flash_attention(q, k, v, edges, max_q=min(block, max_length))
+
+
+def apply_rope(x: Tensor, offsets: Tensor, cos: Tensor, sin: Tensor, *, max_length: int = 0) -> Tensor:
+    if offsets.shape[0] != 2:
+        sample = torch.repeat_interleave(
+            torch.arange(offsets.shape[0] - 1, device=x.device), offsets.diff(), output_size=x.shape[0])
+        position = torch.arange(x.shape[0], device=x.device) - offsets[sample]
+        cos, sin = cos[position], sin[position]
+    return _rotate(x, cos[: x.shape[0]], sin[: x.shape[0]])
+
+
+@torch.compile(dynamic=True)
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.float().chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+@torch.compile(dynamic=True)
+def _layer_norm(x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:])
+
+
+@torch.compile(dynamic=True)
+def _rms_norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], eps=1e-5)
+
+
+def layer_norm(x: Tensor, *, residual: Tensor | None = None):
+    return _layer_norm(x) if residual is None else (_layer_norm(h := x + residual), h)
+
+
+def rms_norm(x: Tensor, *, residual: Tensor | None = None):
+    return _rms_norm(x) if residual is None else (_rms_norm(h := x + residual), h)
