@@ -181,6 +181,7 @@ def assert_equal(tensor: Tensor, what: str, group: dist.ProcessGroup | None = No
 _KEY = "opengem/failure"
 _POLL_S = 0.5
 _FAREWELL_S = 5.0  # how long a failing rank stays so that the others can read its message
+_AFTER_S = 2.0  # how long the others stay then: the launcher ends all when the first one is gone, which should be it
 
 
 @contextlib.contextmanager
@@ -233,4 +234,5 @@ def _watch(store: dist.Store, done: threading.Event, exit_code: int) -> None:
         except dist.DistError:
             code, rank, message = "0", "0", "the rank that keeps the store is gone"
         os.write(2, f"rank {dist.get_rank()} stops because rank {rank} failed: {message}\n".encode())
+        done.wait(_AFTER_S)
         os._exit(int(code) or exit_code)
