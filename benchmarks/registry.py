@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from opengem.errors import UserError
 
-OPS = ("jfa", "gdpa", "block", "norm", "rope", "jagged_ops")
+OPS = ("jfa", "gdpa", "block", "norm", "rope", "swiglu", "mx", "jagged")
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Case:
     make(device, seed) returns the inputs, random normal, leaves that want a gradient with requires_grad set. `ours` and
     every peer take exactly those inputs and return one tensor (a peer that is not installed raises ImportError).
     FLOPs and bytes are those of the useful work alone: no padding, no recomputation beyond the x2.5 convention.
+    counted: how the bytes are counted, printed before the rows.
     same_function: peers compute the same function, so their results are compared with ours.
     """
 
@@ -36,6 +38,14 @@ class Case:
     peers: dict[str, Callable[..., Tensor]] = field(default_factory=dict)
     tolerance: float = 2e-2
     same_function: bool = True
+    counted: str = ""
+
+
+@cache
+def compiled(function: Callable) -> Callable:
+    """torch.compile of `function`, a peer whose backward can be run again and again."""
+    torch._functorch.config.donated_buffer = False
+    return torch.compile(function, dynamic=False)
 
 
 def cases(op: str) -> list[Case]:

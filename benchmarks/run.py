@@ -37,6 +37,8 @@ def kernels(op: str, out: Path | None, peers: bool, only: tuple[str, ...] = (), 
     print(f"{facts['gpu']}: matmul {facts['matmul_tflops']:.0f} TFLOPS, copy {facts['copy_gbs']:.0f} GB/s")
     rows = []
     for case in chosen:
+        if case.counted:
+            print(f"{case.name}: {case.counted}")
         for row in run_case(case, device, peers, seed):
             rows.append(row | facts)
             record(rows[-1], describe(rows[-1]), out)

@@ -1,7 +1,8 @@
 """Block attention, with and without the fused rotary embedding, on a long-history batch: 1.4 M tokens, 1,152 samples.
 
 Bytes are those of `opengem.kernels.block.cost`: forward 4 and backward 7 passes over `[T, H, D]`. The chunk offsets
-that `varlen_attn` needs are made outside its time.
+that `varlen_attn` needs are made outside its time. `window128_*` are sliding windows of the jagged flash attention
+beside what they stand between, blocks and full attention, each of which computes something else.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from benchmarks.registry import Case
+from benchmarks.registry import Case, compiled
 from opengem.kernels.block import cost
 from opengem.kernels.block.op import block_attention
+from opengem.kernels.jfa import cost as jfa_cost
+from opengem.kernels.jfa.op import jagged_flash_attention
+from opengem.kernels.rope import reference as rope_reference
 from opengem.kernels.rope.op import apply_rope, rope_tables
 
-SAMPLES, LONGEST, FILL, HEADS, BLOCK = 1152, 4096, 0.3, 4, 64
+SAMPLES, LONGEST, FILL, HEADS, BLOCK, WINDOW = 1152, 4096, 0.3, 4, 64, 128
 
 
 def lengths(samples: int = SAMPLES, longest: int = LONGEST, fill: float = FILL, seed: int = 0) -> Tensor:
@@ -33,10 +37,9 @@ def chunk_offsets(sample_lengths: Tensor, block: int = BLOCK) -> Tensor:
     return with_offsets(torch.tensor(blocks)).int()
 
 
-def make(device: torch.device, seed: int, dim: int) -> tuple:
+def make(device: torch.device, seed: int, dim: int, sizes: Tensor) -> tuple:
     """q, k, v, offsets, cos, sin, chunk offsets."""
     torch.manual_seed(seed)
-    sizes = lengths()
     shape = int(sizes.sum()), HEADS, dim
     qkv = (torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
     tables = rope_tables(LONGEST, dim, device=device)
@@ -67,19 +70,45 @@ def varlen(q, k, v, offsets, cos, sin, chunks):
 
 
 def varlen_after_rope(q, k, v, offsets, cos, sin, chunks):
-    q, k = (apply_rope(x, offsets, cos, sin, max_length=LONGEST) for x in (q, k))
+    q, k = (compiled(rope_reference.rope)(x, offsets, cos, sin, False, False) for x in (q, k))
     return varlen(q, k, v, offsets, cos, sin, chunks)
+
+
+def window(q, k, v, offsets, cos, sin, chunks):
+    return jagged_flash_attention(q, k, v, offsets, max_q=LONGEST, window=(WINDOW, WINDOW))
+
+
+def full(q, k, v, offsets, cos, sin, chunks):
+    return jagged_flash_attention(q, k, v, offsets, max_q=LONGEST)
+
+
+def varlen_window(q, k, v, offsets, cos, sin, chunks):
+    from torch.nn.attention.varlen import varlen_attn
+
+    starts = offsets.int()
+    return varlen_attn(q, k, v, starts, starts, LONGEST, LONGEST, window_size=(WINDOW, WINDOW))
 
 
 def _case(name: str, dim: int, ours, peers: dict, positions: int) -> Case:
     sizes = lengths()
     rows, flops = int(sizes.sum()), cost.flops(sizes.tolist(), HEADS, dim)
     return Case(
-        op="block", name=name, make=lambda device, seed: make(device, seed, dim), ours=ours, peers=peers,
+        op="block", name=name, make=lambda device, seed: make(device, seed, dim, sizes), ours=ours, peers=peers,
+        counted="bytes 4 T H D item; backward 7 T H D item" + ("; with RoPE fp32 tables once" if positions else ""),
         shape={"B": SAMPLES, "T": rows, "H": HEADS, "D": dim, "max": LONGEST, "fill": FILL, "block": BLOCK},
         fwd_flops=flops, bwd_flops=int(cost.BACKWARD_KERNEL * flops),
         fwd_bytes=cost.bytes(rows, HEADS, dim, positions=positions),
         bwd_bytes=cost.backward_bytes(rows, HEADS, dim, positions=positions))
+
+
+def _window_case(name: str, sizes: Tensor) -> Case:
+    rows, dim = int(sizes.sum()), 128
+    flops = jfa_cost.flops(sizes.tolist(), sizes.tolist(), HEADS, dim, window=(WINDOW, WINDOW))
+    return Case(
+        op="block", name=name, make=lambda device, seed: make(device, seed, dim, sizes), ours=window,
+        peers={"torch_varlen_fa2_window": varlen_window, "opengem_full": full, "opengem_block": plain},
+        shape={"B": len(sizes), "T": rows, "H": HEADS, "D": dim, "max": LONGEST, "window": WINDOW},
+        fwd_flops=flops, bwd_flops=int(cost.BACKWARD_KERNEL * flops), same_function=False)
 
 
 def cases() -> list[Case]:
@@ -91,4 +120,6 @@ def cases() -> list[Case]:
         _case("block64_rope_interleaved_4096_fill.3", 128, interleaved, {}, longest),
         _case("block64_4096_fill.3_d64", 64, plain, {"torch_varlen_fa2": varlen}, 0),
         _case("block64_rope_4096_fill.3_d64", 64, fused, rope_peers, longest),
+        _window_case("window128_4096_fill.3", lengths()),
+        _window_case("window128_4096_full", torch.full((96,), LONGEST)),
     ]

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
 from benchmarks.kernels.block import HEADS, LONGEST, lengths, with_offsets
-from benchmarks.registry import Case
+from benchmarks.registry import Case, compiled
 from opengem.kernels.rope import cost, reference
 from opengem.kernels.rope.op import apply_rope, rope_tables
-
-
-@cache
-def compiled():
-    return torch.compile(reference.rope, dynamic=False)
 
 
 def make(device: torch.device, seed: int, dim: int) -> tuple:
@@ -31,9 +24,9 @@ def _case(dim: int, interleaved: bool) -> Case:
     name = f"rope_{'interleaved' if interleaved else 'half'}_d{dim}"
     return Case(
         op="rope", name=name, shape={"T": rows, "H": HEADS, "D": dim}, fwd_bytes=moved, bwd_bytes=moved,
-        make=lambda device, seed: make(device, seed, dim),
+        make=lambda device, seed: make(device, seed, dim), counted="bytes 2 T H D item + fp32 tables once, both ways",
         ours=lambda x, offsets, cos, sin: apply_rope(x, offsets, cos, sin, interleaved=interleaved, max_length=LONGEST),
-        peers={"torch_compile": lambda x, offsets, cos, sin: compiled()(x, offsets, cos, sin, interleaved, False)})
+        peers={"torch_compile": lambda *inputs: compiled(reference.rope)(*inputs, interleaved, False)})
 
 
 def cases() -> list[Case]:

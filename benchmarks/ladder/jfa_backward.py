@@ -12,10 +12,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opengem.kernels.jfa.gluon_sm90_backward import _delta_kernel
 from opengem.kernels.jfa.triton import LOG2E, _locate, _partner, _rows, _store_rows
 
 BLOCK_M, BLOCK_N = 64, 128
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _delta_kernel(
+    out_ptr, dout_ptr, delta_ptr, dout_stride, rows, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """delta = sum(out * dout) for BLOCK rows of one head; `out` is dense, heads of `dout` stand side by side."""
+    head = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    column = head * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    live = row < rows
+    out = tl.load(out_ptr + row[:, None] * (tl.num_programs(1) * HEAD_DIM) + column, mask=live[:, None], other=0.0)
+    dout = tl.load(dout_ptr + row[:, None] * dout_stride + column, mask=live[:, None], other=0.0)
+    tl.store(delta_ptr + head * rows + row, tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1), mask=live)
 
 
 @triton.jit
@@ -88,7 +101,7 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
     batch = offsets.shape[0] - 1
     delta = torch.empty_like(lse)
     _delta_kernel[(triton.cdiv(total, 64), heads)](
-        out, dout, None, delta, dout.stride(0), total, HAS_DLSE=False, HEAD_DIM=dim, BLOCK=64, num_warps=4)
+        out, dout, delta, dout.stride(0), total, HEAD_DIM=dim, BLOCK=64, num_warps=4)
     dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     atomic = version == "atomic"

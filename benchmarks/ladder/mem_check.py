@@ -22,14 +22,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-import triton
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from opengem.kernels import backend
 from opengem.kernels.block import cost as block_cost
-from opengem.kernels.block import triton as block
+from opengem.kernels.block import gluon_sm90
+from opengem.kernels.block import triton as portable
 from opengem.kernels.block.op import block_attention
 from opengem.kernels.jagged_ops import op as jagged
 from opengem.kernels.mx.op import quantize_mx
@@ -86,12 +86,13 @@ def results_of(call: Callable[..., Tensor], kind: str, inputs: tuple[Tensor, ...
         return [out.detach(), *torch.autograd.grad(out, leaves, seed.to(out.dtype))]
 
 
-def compare(call: Callable[..., Tensor], *inputs: Tensor, plain: Callable[..., Tensor] | None = None) -> dict:
+def compare(call: Callable[..., Tensor], *inputs: Tensor, plain: Callable[..., Tensor] | None = None,
+            kind: str = "triton") -> dict:
     """Largest relative errors of output and gradients against fp64: ours, and `plain` (by default the reference)."""
     with torch.no_grad(), backend.force("reference"):
         seed = torch.randn(call(*inputs).shape, device=DEVICE).to(KIND)
     exact = results_of(call, "reference", tuple(x.double() for x in inputs), seed)
-    ours = results_of(call, "triton", inputs, seed)
+    ours = results_of(call, kind, inputs, seed)
     other = results_of(plain or call, "reference", inputs, seed)
     lines = []
     for index, triple in enumerate(zip(exact, ours, other, strict=True)):
@@ -104,11 +105,6 @@ def compare(call: Callable[..., Tensor], *inputs: Tensor, plain: Callable[..., T
 
 
 # ---- block attention ---------------------------------------------------------------------------------------------
-
-
-def block_options(dim: int) -> Iterator[dict]:
-    for registers in (None, 168, 128) if dim == 128 else (None, 128):
-        yield {"num_warps": 4} | ({} if registers is None else {"maxnreg": registers})
 
 
 def block_rope(dim: int, rotation: bool | None, positions: int) -> tuple | None:
@@ -135,11 +131,12 @@ def section_block_check(copy: float) -> Iterator[dict]:
         for rotation in (None, False, True):
             for lengths in EDGES:
                 tables, offsets, size = block_rope(dim, rotation, 800), starts(lengths), max(lengths, default=0)
-                found = compare(
-                    lambda q, k, v, o=offsets, t=tables, m=size: block_attention(q, k, v, o, max_length=m, rope=t),
-                    *(normal(sum(lengths), 3, dim) for _ in range(3)),
-                    plain=lambda q, k, v, n=lengths, t=tables: plain_blocks(q, k, v, n, t))
-                yield {"dim": dim, "rope": rotation, "lengths": lengths} | found
+                inputs = [normal(sum(lengths), 3, dim) for _ in range(3)]
+                for kind in ("gluon", "triton"):
+                    found = compare(
+                        lambda q, k, v, o=offsets, t=tables, m=size: block_attention(q, k, v, o, max_length=m, rope=t),
+                        *inputs, plain=lambda q, k, v, n=lengths, t=tables: plain_blocks(q, k, v, n, t), kind=kind)
+                    yield {"dim": dim, "rope": rotation, "lengths": lengths, "kind": kind} | found
 
 
 def block_sweep(dim: int, rotation: bool | None, direction: str, copy: float) -> Iterator[dict]:
@@ -148,26 +145,16 @@ def block_sweep(dim: int, rotation: bool | None, direction: str, copy: float) ->
 
     lengths = make_lengths().tolist()
     rows, offsets, tables = sum(lengths), starts(lengths), block_rope(dim, rotation, LONGEST)
-    q, k, v = (normal(rows, HEADS, dim) for _ in range(3))
+    q, key, v = (normal(rows, HEADS, dim) for _ in range(3))
     cos, sin = (q.new_empty(0, 1, dtype=torch.float32),) * 2 if tables is None else tables[:2]
     tail = (offsets, cos, sin, LONGEST, 64, dim**-0.5, bool(rotation))
     grad = normal(rows, HEADS, dim)
     forward = direction == "forward"
     moved = block_cost.bytes(rows, HEADS, dim) if forward else block_cost.backward_bytes(rows, HEADS, dim)
-    run = (lambda: block.block_forward(q, k, v, *tail)) if forward else (
-        lambda: block.block_backward(grad, q, k, v, *tail))
-    first = None
-    for options in block_options(dim):
-        block.CONFIGS[direction, dim, rotation is not None] = options
-        line = {"direction": direction, "dim": dim, "rope": rotation, "options": options}
-        try:
-            out = run()
-            out = out if forward else torch.cat([x[:4096].flatten() for x in out])
-            first = out if first is None else first
-            gap = float((out.float() - first.float()).abs().max())
-            yield line | {"gap_to_first": gap} | speed(run, moved, copy)
-        except (RuntimeError, triton.runtime.errors.OutOfResources) as error:
-            yield line | {"error": str(error)[:200]}
+    for name, kernels in (("gluon", gluon_sm90), ("triton", portable)):
+        run = (lambda k=kernels: k.block_forward(q, key, v, *tail)) if forward else (
+            lambda k=kernels: k.block_backward(grad, q, key, v, *tail))
+        yield {"kind": name, "direction": direction, "dim": dim, "rope": rotation} | speed(run, moved, copy)
 
 
 def section_block_forward(copy: float) -> Iterator[dict]:
@@ -203,9 +190,9 @@ def section_norm(copy: float) -> Iterator[dict]:
         yield {"width": width, "op": "rms"} | speed(lambda x=x, w=w: rms_norm(x, w), 2 * size, copy)
         yield {"width": width, "op": "rms_residual"} | speed(
             lambda x=x, w=w, r=r: rms_norm(x, w, residual=r), 4 * size, copy)
-        for chunks, stages in ((2, 2), (4, 1), (4, 2), (4, 3), (8, 2)):
-            norm.QUANTIZED_CHUNKS, norm.QUANTIZED_STAGES = chunks, stages
-            yield {"width": width, "op": "rms_quantize", "chunks": chunks, "stages": stages} | speed(
+        for stages in (2, 3, 4):
+            norm.QUANTIZED_STAGES = stages
+            yield {"width": width, "op": "rms_quantize", "stages": stages} | speed(
                 lambda x=x, w=w: rms_norm(x, w, quantize="e4m3"), size + size // 2, copy)
         yield {"width": width, "op": "quantize"} | speed(lambda x=x: quantize_mx(x), size + size // 2, copy)
         statistic = torch.ones(rows, device=DEVICE)
@@ -273,7 +260,7 @@ def section_jagged_check(copy: float) -> Iterator[dict]:
 
 
 def section_jagged(copy: float) -> Iterator[dict]:
-    from benchmarks.kernels.jagged_ops import cases
+    from benchmarks.kernels.jagged import cases
 
     for case in cases():
         inputs = case.make(torch.device(DEVICE), 0)

@@ -36,9 +36,8 @@ class Rule:
 TABLE: dict[str, tuple[Rule, ...]] = {
     # Tiles fill the shared memory of data-centre GPUs; smaller parts (8.x, 12.x) could not launch them.
     "jfa": (
-        Rule("gluon", "no bias; forward at head_dim 64 or 128, backward at 64: fed by TMA", (9, 0),
-             exact_capability=True, accepts=lambda f: f["dtype"] in HALF and f["bias"] == "none"
-             and f["head_dim"] in ((64, 128) if f["step"] == "forward" else (64,))),
+        Rule("gluon", "no bias, head_dim 64 or 128: fed by TMA", (9, 0), exact_capability=True,
+             accepts=lambda f: f["dtype"] in HALF and f["bias"] == "none" and f["head_dim"] in (64, 128)),
         *(Rule("triton", "bf16 or fp16, head_dim a multiple of 8 up to 256", capability, exact_capability=True,
                accepts=lambda f: f["dtype"] in HALF and f["head_dim"] <= 256 and f["head_dim"] % 8 == 0)
           for capability in ((9, 0), (10, 0), (10, 3))),
@@ -49,8 +48,13 @@ TABLE: dict[str, tuple[Rule, ...]] = {
         Rule("triton", "bf16 or fp16, head_dim 32, 64, 96, 128 or 256",
              accepts=lambda f: f["dtype"] in HALF and f["head_dim"] in (32, 64, 96, 128, 256)),
     ),
-    "block": (Rule("triton", "16-bit blocks of 64, head dim 64 or 128: one tile a program", capability=(9, 0),
-                   accepts=lambda f: f["dtype"] in HALF and f["head_dim"] in (64, 128) and f["block"] == 64),),
+    "block": (
+        Rule("gluon", "16-bit blocks of 64, head dim 64 or 128: one tile a program, fed by TMA", (9, 0),
+             exact_capability=True,
+             accepts=lambda f: f["dtype"] in HALF and f["head_dim"] in (64, 128) and f["block"] == 64),
+        Rule("triton", "16-bit blocks of 64, head dim 64 or 128: one tile a program", capability=(9, 0),
+             accepts=lambda f: f["dtype"] in HALF and f["head_dim"] in (64, 128) and f["block"] == 64),
+    ),
     "rope": (Rule("triton", "one pass over 16-bit rows, head dim a power of two", capability=(9, 0),
                   accepts=lambda f: f["dtype"] in HALF and f["head_dim"] in (16, 32, 64, 128, 256)),),
     "norm": (Rule("triton", "16-bit rows up to 8,192 wide, one read", capability=(9, 0),

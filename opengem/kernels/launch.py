@@ -11,19 +11,25 @@ _compiled: dict[tuple, tuple] = {}  # (compiled, kernel): an id stays that of on
 
 
 def launch(kernel, grid: tuple[int, int, int], key: Hashable, arguments: tuple, constants: tuple, warps: int = 4,
-           stages: int = 3) -> None:
+           stages: int = 3, registers: int | None = None) -> None:
     """`kernel[grid](*arguments, *constants)`, quickly from the second call with an equal `key` on.
 
     `key` tells apart what Triton specialises on: the device, dtypes, alignment of pointers and those integers (strides)
     that are not `do_not_specialize`. None takes the slow way.
     """
-    place = id(kernel), key, constants, warps, stages
+    place = id(kernel), key, constants, warps, stages, registers
     if place in _compiled:
         _compiled[place][0][grid](*arguments, *constants)
         return
-    compiled = kernel[grid](*arguments, *constants, num_warps=warps, num_stages=stages)
+    limit = {} if registers is None else {"maxnreg": registers}
+    compiled = kernel[grid](*arguments, *constants, num_warps=warps, num_stages=stages, **limit)
     if key is not None and compiled is not None:  # Triton's interpreter compiles nothing
         _compiled[place] = compiled, kernel
+
+
+def kind_of(*tensors, facts: tuple = ()) -> tuple | None:
+    """A `key` for `launch`: device and dtypes of the tensors and `facts`; None where one is not aligned."""
+    return (tensors[0].device, *[x.dtype for x in tensors], *facts) if aligned(*tensors) else None
 
 
 def aligned(*tensors) -> bool:

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from opengem.kernels import backend
 from opengem.kernels.block import cost, reference
+from opengem.kernels.custom_op import define
 from opengem.kernels.jagged_ops.check import check_offsets, check_same
 from opengem.kernels.rope.op import check_rope
 
@@ -33,7 +34,7 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *, max_len
     check_offsets("block_attention", offsets, q.shape[0], q.device, max_length)
     cos, sin, interleaved = _tables(rope, q, offsets, max_length)
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
-    return _block_fwd(q, k, v, offsets, cos, sin, max_length, block, scale, interleaved)
+    return _forward(q, k, v, offsets, cos, sin, max_length, block, scale, interleaved)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, block: int) -> None:
@@ -62,44 +63,45 @@ def _implementation(q: Tensor, block: int):
     kind = backend.implementation("block", q.device, dtype=q.dtype, head_dim=q.shape[2], block=block)
     if kind == "reference":
         return reference
-    from opengem.kernels.block import triton
+    if kind == "triton":
+        from opengem.kernels.block import triton
 
-    return triton
+        return triton
+    from opengem.kernels.block import gluon_sm90
+
+    return gluon_sm90
 
 
-@torch.library.custom_op("opengem::block_fwd", mutates_args=())
-def _block_fwd(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, cos: Tensor, sin: Tensor, max_length: int,
-               block: int, scale: float, interleaved: bool) -> Tensor:
+def _run_forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, cos: Tensor, sin: Tensor, max_length: int,
+                 block: int, scale: float, interleaved: bool) -> Tensor:
     return _implementation(q, block).block_forward(q, k, v, offsets, cos, sin, max_length, block, scale, interleaved)
 
 
-@torch.library.custom_op("opengem::block_bwd", mutates_args=())
-def _block_bwd(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, cos: Tensor, sin: Tensor,
-               max_length: int, block: int, scale: float, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _run_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, cos: Tensor, sin: Tensor,
+                  max_length: int, block: int, scale: float, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
     run = _implementation(q, block).block_backward
     return run(grad, q, k, v, offsets, cos, sin, max_length, block, scale, interleaved)
 
 
-@_block_fwd.register_fake
-def _(q, k, v, offsets, cos, sin, max_length, block, scale, interleaved):
+def _fake_forward(q, *_):
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
-@_block_bwd.register_fake
-def _(grad, q, k, v, offsets, cos, sin, max_length, block, scale, interleaved):
+def _fake_backward(grad, q, k, v, *_):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
-def _setup(ctx, inputs, output):
+def _save(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:6])
     ctx.options = inputs[6:]
 
 
-def _backward(ctx, grad):
-    return *_block_bwd(grad, *ctx.saved_tensors, *ctx.options), *[None] * 7
+def _gradient(ctx, grad):
+    return *_backward(grad, *ctx.saved_tensors, *ctx.options), *[None] * 7
 
 
-_block_fwd.register_autograd(_backward, setup_context=_setup)
+_forward = define("block_fwd", _run_forward, _fake_forward, _save, _gradient)
+_backward = define("block_bwd", _run_backward, _fake_backward)
 
 
 @register_flop_formula(torch.ops.opengem.block_fwd, get_raw=True)

@@ -17,44 +17,53 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from opengem.kernels.launch import kind_of, launch
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
-# (direction, head dim, rope) -> launch options; one choice each, so that bits never depend on tuning
-CONFIGS = {
-    ("forward", 64, False): {"num_warps": 4, "maxnreg": 128},
-    ("forward", 128, False): {"num_warps": 4, "maxnreg": 128},
-    ("forward", 64, True): {"num_warps": 4, "maxnreg": 128},
-    ("forward", 128, True): {"num_warps": 4, "maxnreg": 128},
-    ("backward", 64, False): {"num_warps": 4, "maxnreg": 128},
-    ("backward", 128, False): {"num_warps": 4, "maxnreg": 168},
-    ("backward", 64, True): {"num_warps": 4, "maxnreg": 128},
-    ("backward", 128, True): {"num_warps": 4, "maxnreg": 168},
-}
+# (direction, head dim) -> registers a thread of the four warps; one choice each, so that bits never depend on tuning
+REGISTERS = {("forward", 64): 128, ("forward", 128): 128, ("backward", 64): 128, ("backward", 128): 168}
 DEAD = tl.constexpr(-1e30)  # score of a key outside the sample; finite, so that a tile without keys gives no NaN
 
 
-@triton.jit
-def _locate(offsets, batch, tile, rows, BLOCK: tl.constexpr):
-    """(first row, end of its sample, end of what to write, position of the first row) of a tile.
+@triton.jit(do_not_specialize=["rows", "batch", "tiles"])
+def _map(offsets, place, rows, batch, tiles, BLOCK: tl.constexpr, SLOTS: tl.constexpr):
+    """`place` int64 `[tiles, 2]`: first row; position << 16 | rows to write << 8 | live rows. A program takes a sample.
 
-    A search of 32 ways, one lane each: three dependent loads for a thousand samples, where halving takes ten. The last
-    sample also writes zeros to rows behind the last offset.
+    The last sample also owns the rows behind the last offset: they are written (zeros) but not live.
     """
-    low = tile * 0
-    high = low + batch
-    while high - low > 1:
-        step = tl.cdiv(high - low, 32)
-        probe = low + step * tl.arange(0, 32)
-        inside = probe < high
-        first_tile = tl.load(offsets + probe, mask=inside, other=0).to(tl.int64) // BLOCK + probe
-        ours = tl.sum((inside & (first_tile <= tile)).to(tl.int32), 0)
-        low += step * tl.maximum(ours - 1, 0)
-        high = tl.minimum(high, low + step)
-    begin = tl.load(offsets + low).to(tl.int64)
-    end = tl.load(offsets + low + 1).to(tl.int64)
-    position = (tile - begin // BLOCK - low) * BLOCK
-    limit = tl.where(low == batch - 1, rows, end)
-    return begin + position, end, limit, position
+    sample = tl.program_id(0)
+    last = sample == batch - 1
+    begin = tl.load(offsets + sample).to(tl.int64)
+    end = tl.load(offsets + sample + 1).to(tl.int64)
+    limit = tl.where(last, rows, end)
+    tile = begin // BLOCK + sample
+    count = tl.where(last, tiles, end // BLOCK + sample + 1) - tile
+    for start in range(0, count, SLOTS):
+        slot = start + tl.arange(0, SLOTS)
+        position = slot.to(tl.int64) * BLOCK
+        first = begin + position
+        live = tl.minimum(tl.maximum(end - first, 0), BLOCK)
+        written = tl.minimum(tl.maximum(limit - first, 0), BLOCK)
+        target = place + 2 * (tile + slot)
+        tl.store(target, first, mask=slot < count)
+        tl.store(target + 1, position << 16 | written << 8 | live, mask=slot < count)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _pack(cos, sin, turns, count, SIZE: tl.constexpr):
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    low = tl.load(cos + at, mask=at < count).to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
+    high = tl.load(sin + at, mask=at < count).to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
+    tl.store(turns + at, (high << 16 | low).to(tl.int32, bitcast=True), mask=at < count)
+
+
+@triton.jit
+def _locate(place, tile):
+    """(first row, live rows, rows to write, position of the first row) of a tile: one load, not a search."""
+    first = tl.load(place + 2 * tile, eviction_policy="evict_last")
+    packed = tl.load(place + 2 * tile + 1, eviction_policy="evict_last")
+    return first, (packed & 0xFF).to(tl.int32), (packed >> 8 & 0xFF).to(tl.int32), packed >> 16
 
 
 @triton.jit
@@ -123,15 +132,15 @@ def _softmax(scores, live, scale_log2):
     return p, tl.sum(p, 1)
 
 
-@triton.jit(do_not_specialize=["rows", "batch", "positions"])
-def _forward(q, k, v, out, offsets, turns, rows, batch, positions, heads, scale,
+@triton.jit(do_not_specialize=["positions"])
+def _forward(q, k, v, out, place, turns, positions, heads, scale,
              q_row, q_head, k_row, k_head, v_row, v_head, out_row, out_head,
              BLOCK: tl.constexpr, HALF: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
     head = (tl.program_id(0) % heads).to(tl.int64)
-    first, end, limit, start = _locate(offsets, batch, tl.program_id(0) // heads, rows, BLOCK)
-    if first >= limit:
+    first, count, written, start = _locate(place, tl.program_id(0) // heads)
+    if written == 0:
         return
-    live = tl.arange(0, BLOCK) < end - first
+    live = tl.arange(0, BLOCK) < count
     q += first * q_row + head * q_head
     k += first * k_row + head * k_head
     values = _load(v + first * v_row + head * v_head, v_row, live, 2 * HALF)
@@ -148,20 +157,20 @@ def _forward(q, k, v, out, offsets, turns, rows, batch, positions, heads, scale,
         scores = tl.dot(queries, tl.trans(keys))
     p, total = _softmax(scores, live, scale * LOG2E)
     o = tl.dot(p.to(values.dtype), values) / total[:, None]
-    written = tl.arange(0, BLOCK) < limit - first
+    written = tl.arange(0, BLOCK) < written
     _store(out + first * out_row + head * out_head, out_row, written, tl.where(live[:, None], o, 0.0), 2 * HALF)
 
 
-@triton.jit(do_not_specialize=["rows", "batch", "positions"])
-def _backward(grad, q, k, v, grad_q, grad_k, grad_v, offsets, turns, rows, batch, positions, heads, scale,
+@triton.jit(do_not_specialize=["positions"])
+def _backward(grad, q, k, v, grad_q, grad_k, grad_v, place, turns, positions, heads, scale,
               grad_row, grad_head, q_row, q_head, k_row, k_head, v_row, v_head, out_row, out_head,
               BLOCK: tl.constexpr, HALF: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
     head = (tl.program_id(0) % heads).to(tl.int64)
-    first, end, limit, start = _locate(offsets, batch, tl.program_id(0) // heads, rows, BLOCK)
-    if first >= limit:
+    first, count, written, start = _locate(place, tl.program_id(0) // heads)
+    if written == 0:
         return
-    live = tl.arange(0, BLOCK) < end - first
-    written = tl.arange(0, BLOCK) < limit - first
+    live = tl.arange(0, BLOCK) < count
+    written = tl.arange(0, BLOCK) < written
     q += first * q_row + head * q_head
     k += first * k_row + head * k_head
     out = first * out_row + head * out_head
@@ -206,27 +215,43 @@ def _plain_rows(x: Tensor) -> Tensor:
 
 def _turns(cos: Tensor, sin: Tensor, positions: int) -> Tensor:
     """int32 `[positions, D / 2]`: cos in the low and sin in the high half of a word, both fp16."""
-    if cos.shape[0] == 0:
-        return cos.view(torch.int32)
-    pair = torch.stack((cos[:positions], sin[:positions]), 2).half()
-    return pair.view(torch.int32).squeeze(2)
+    turns = torch.empty((positions, cos.shape[1]), dtype=torch.int32, device=cos.device)
+    cos, sin, count = cos.contiguous(), sin.contiguous(), turns.numel()
+    launch(_pack, (triton.cdiv(count, 1024), 1, 1), kind_of(cos, sin), (cos, sin, turns, count), (1024,))
+    return turns
+
+
+def any_tile(outputs: list[Tensor], offsets: Tensor) -> bool:
+    """Whether there is anything to compute; if not, the outputs are set to zero."""
+    if outputs[0].numel() and offsets.shape[0] > 1:
+        return True
+    for out in outputs:
+        out.zero_()
+    return False
+
+
+def prepare(rows: int, offsets: Tensor, cos: Tensor, sin: Tensor, max_length: int,
+            block: int) -> tuple[Tensor, Tensor, bool]:
+    """(map of tiles, table of turns, whether there is a rotation)."""
+    rope, batch = cos.shape[0] > 0, offsets.shape[0] - 1
+    turns = _turns(cos, sin, min(cos.shape[0], max(1, max_length))) if rope else offsets.new_empty(0, dtype=torch.int32)
+    tiles = rows // block + batch
+    place = torch.empty((tiles, 2), dtype=torch.int64, device=offsets.device)
+    launch(_map, (batch, 1, 1), kind_of(offsets), (offsets, place, rows, batch, tiles), (block, 32), warps=1)
+    return place, turns, rope
 
 
 def _launch(kernel, direction: str, inputs: list[Tensor], outputs: list[Tensor], offsets: Tensor, cos: Tensor,
             sin: Tensor, max_length: int, block: int, scale: float, interleaved: bool) -> None:
     rows, heads, dim = outputs[0].shape
-    batch = offsets.shape[0] - 1
-    if rows == 0 or batch == 0 or heads == 0:
-        for out in outputs:
-            out.zero_()
+    if not any_tile(outputs, offsets):
         return
-    rope = cos.shape[0] > 0
-    turns = _turns(cos, sin, max(1, max_length))
+    place, turns, rope = prepare(rows, offsets, cos, sin, max_length, block)
     inputs = [_plain_rows(x) for x in inputs]
     strides = [n for x in (*inputs, outputs[0]) for n in x.stride()[:2]]
-    kernel[((rows // block + batch) * heads,)](
-        *inputs, *outputs, offsets, turns, rows, batch, turns.shape[0], heads, scale, *strides, BLOCK=block,
-        HALF=dim // 2, ROPE=rope, INTERLEAVED=rope and interleaved, num_stages=1, **CONFIGS[direction, dim, rope])
+    launch(kernel, (place.shape[0] * heads, 1, 1), kind_of(*inputs, facts=(heads, *strides)),
+           (*inputs, *outputs, place, turns, turns.shape[0], heads, scale, *strides),
+           (block, dim // 2, rope, rope and interleaved), stages=1, registers=REGISTERS[direction, dim])
 
 
 def block_forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, cos: Tensor, sin: Tensor, max_length: int,

@@ -23,6 +23,16 @@ def segment_sum_bytes(rows: int, batch: int, row: int) -> int:
     return (rows + batch) * row
 
 
+def bmm_bytes(rows: int, batch: int, inner: int, columns: int, item: int) -> int:
+    """Values and dense read, the product written."""
+    return (rows * (inner + columns) + batch * inner * columns) * item
+
+
+def bmm_backward_bytes(rows: int, batch: int, inner: int, columns: int, item: int) -> int:
+    """Gradient, values and dense read once, both gradients written."""
+    return (rows * (2 * inner + columns) + 2 * batch * inner * columns) * item
+
+
 def bmm_flops(rows: int, inner: int, columns: int) -> int:
     """`2 * T * K * N`; the backward does twice that."""
     return 2 * rows * inner * columns

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from opengem.kernels import backend
+from opengem.kernels.custom_op import define
 from opengem.kernels.jagged_ops import reference
 from opengem.kernels.jagged_ops.check import check_offsets, check_same, host_readable
 
@@ -50,46 +51,31 @@ def padded_to_jagged(padded: Tensor, offsets: Tensor, rows: int) -> Tensor:
     return _to_jagged(padded, offsets, rows)
 
 
-@torch.library.custom_op("opengem::jagged_to_padded", mutates_args=())
-def _to_padded(values: Tensor, offsets: Tensor, max_length: int, fill: float) -> Tensor:
+def _run_to_padded(values: Tensor, offsets: Tensor, max_length: int, fill: float) -> Tensor:
     return _implementation(values).jagged_to_padded(values, offsets, max_length, fill)
 
 
-@_to_padded.register_fake
-def _(values, offsets, max_length, fill):
+def _fake_to_padded(values, offsets, max_length, fill):
     return values.new_empty((offsets.shape[0] - 1, max_length, *values.shape[1:]))
 
 
-@torch.library.custom_op("opengem::padded_to_jagged", mutates_args=())
-def _to_jagged(padded: Tensor, offsets: Tensor, rows: int) -> Tensor:
+def _run_to_jagged(padded: Tensor, offsets: Tensor, rows: int) -> Tensor:
     return _implementation(padded).padded_to_jagged(padded, offsets, rows)
 
 
-@_to_jagged.register_fake
-def _(padded, offsets, rows):
+def _fake_to_jagged(padded, offsets, rows):
     return padded.new_empty((rows, *padded.shape[2:]))
 
 
-def _to_padded_setup(ctx, inputs, output):
-    values, offsets, _, _ = inputs
-    ctx.save_for_backward(offsets)
-    ctx.rows = values.shape[0]
+def _save_padded(ctx, inputs, output):
+    ctx.save_for_backward(inputs[1])
+    ctx.size = inputs[0].shape[0 if output.dim() > inputs[0].dim() else 1]
 
 
-_to_padded.register_autograd(
-    lambda ctx, grad: (_to_jagged(grad, *ctx.saved_tensors, ctx.rows), None, None, None),
-    setup_context=_to_padded_setup)
-
-
-def _to_jagged_setup(ctx, inputs, output):
-    padded, offsets, _ = inputs
-    ctx.save_for_backward(offsets)
-    ctx.max_length = padded.shape[1]
-
-
-_to_jagged.register_autograd(
-    lambda ctx, grad: (_to_padded(grad, *ctx.saved_tensors, ctx.max_length, 0.0), None, None),
-    setup_context=_to_jagged_setup)
+_to_padded = define("jagged_to_padded", _run_to_padded, _fake_to_padded, _save_padded, lambda ctx, grad: (
+    _to_jagged(grad, *ctx.saved_tensors, ctx.size), None, None, None))
+_to_jagged = define("padded_to_jagged", _run_to_jagged, _fake_to_jagged, _save_padded, lambda ctx, grad: (
+    _to_padded(grad, *ctx.saved_tensors, ctx.size, 0.0), None, None))
 
 
 # ---- concat, split -----------------------------------------------------------------------------------------------
@@ -123,43 +109,36 @@ def split_jagged(values: Tensor, left_offsets: Tensor, right_offsets: Tensor, le
     return _split(values, left_offsets, right_offsets, left_rows)
 
 
-@torch.library.custom_op("opengem::concat_jagged", mutates_args=())
-def _concat(left: Tensor, right: Tensor, left_offsets: Tensor, right_offsets: Tensor) -> Tensor:
+def _run_concat(left: Tensor, right: Tensor, left_offsets: Tensor, right_offsets: Tensor) -> Tensor:
     return _implementation(left).concat_jagged(left, right, left_offsets, right_offsets)
 
 
-@_concat.register_fake
-def _(left, right, left_offsets, right_offsets):
+def _fake_concat(left, right, left_offsets, right_offsets):
     return left.new_empty((left.shape[0] + right.shape[0], *left.shape[1:]))
 
 
-@torch.library.custom_op("opengem::split_jagged", mutates_args=())
-def _split(values: Tensor, left_offsets: Tensor, right_offsets: Tensor, left_rows: int) -> tuple[Tensor, Tensor]:
+def _run_split(values: Tensor, left_offsets: Tensor, right_offsets: Tensor, left_rows: int) -> tuple[Tensor, Tensor]:
     return _implementation(values).split_jagged(values, left_offsets, right_offsets, left_rows)
 
 
-@_split.register_fake
-def _(values, left_offsets, right_offsets, left_rows):
+def _fake_split(values, left_offsets, right_offsets, left_rows):
     tail = values.shape[1:]
     return values.new_empty((left_rows, *tail)), values.new_empty((values.shape[0] - left_rows, *tail))
 
 
-def _concat_setup(ctx, inputs, output):
-    left, _, left_offsets, right_offsets = inputs
-    ctx.save_for_backward(left_offsets, right_offsets)
-    ctx.left_rows = left.shape[0]
+def _save_concat(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[2:])
+    ctx.left_rows = inputs[0].shape[0]
 
 
-_concat.register_autograd(
-    lambda ctx, grad: (*_split(grad, *ctx.saved_tensors, ctx.left_rows), None, None), setup_context=_concat_setup)
-
-
-def _split_setup(ctx, inputs, output):
+def _save_split(ctx, inputs, output):
     ctx.save_for_backward(*inputs[1:3])
 
 
-_split.register_autograd(
-    lambda ctx, left, right: (_concat(left, right, *ctx.saved_tensors), None, None, None), setup_context=_split_setup)
+_concat = define("concat_jagged", _run_concat, _fake_concat, _save_concat, lambda ctx, grad: (
+    *_split(grad, *ctx.saved_tensors, ctx.left_rows), None, None))
+_split = define("split_jagged", _run_split, _fake_split, _save_split, lambda ctx, left, right: (
+    _concat(left, right, *ctx.saved_tensors), None, None, None))
 
 
 # ---- gather, broadcast add ---------------------------------------------------------------------------------------
@@ -168,11 +147,14 @@ _split.register_autograd(
 def gather_rows(values: Tensor, index: Tensor) -> Tensor:
     """`values[index]`: `[T, ...]` by an integer `index` `[n]` to `[n, ...]`.
 
-    The backward adds up repeated rows in order of use, without atomics. On a CPU an index outside [0, T) is a
-    ValueError; on a GPU it reads as zeros and its gradient is dropped.
+    The backward adds up repeated rows in order of use. On a CPU an index outside [0, T) is a ValueError; on a GPU it
+    reads as zeros and its gradient is dropped. T and n stay below 2^31.
     """
     if index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"gather_rows: index must be int32 or int64 [n], got {index.dtype} {list(index.shape)}")
+    if index.shape[0] >= 1 << 31 or values.shape[0] >= 1 << 31:
+        sizes = f"{index.shape[0]} of {values.shape[0]}"
+        raise ValueError(f"gather_rows: at most 2^31 - 1 rows, got {sizes}; gather in parts")
     if host_readable(index) and index.numel():
         low, high = int(index.min()), int(index.max())
         if low < 0 or high >= values.shape[0]:
@@ -180,34 +162,31 @@ def gather_rows(values: Tensor, index: Tensor) -> Tensor:
     return _gather(values, index)
 
 
-@torch.library.custom_op("opengem::gather_rows", mutates_args=())
-def _gather(values: Tensor, index: Tensor) -> Tensor:
+def _run_gather(values: Tensor, index: Tensor) -> Tensor:
     return _implementation(values).gather_rows(values, index)
 
 
-@_gather.register_fake
-def _(values, index):
+def _fake_gather(values, index):
     return values.new_empty((index.shape[0], *values.shape[1:]))
 
 
-@torch.library.custom_op("opengem::gather_rows_bwd", mutates_args=())
-def _gather_bwd(grad: Tensor, index: Tensor, rows: int) -> Tensor:
+def _run_gather_bwd(grad: Tensor, index: Tensor, rows: int) -> Tensor:
     return _implementation(grad).gather_rows_backward(grad, index, rows)
 
 
-@_gather_bwd.register_fake
-def _(grad, index, rows):
+def _fake_gather_bwd(grad, index, rows):
     return grad.new_empty((rows, *grad.shape[1:]))
 
 
-def _gather_setup(ctx, inputs, output):
+def _save_gather(ctx, inputs, output):
     values, index = inputs
     ctx.save_for_backward(index)
     ctx.rows = values.shape[0]
 
 
-_gather.register_autograd(
-    lambda ctx, grad: (_gather_bwd(grad, *ctx.saved_tensors, ctx.rows), None), setup_context=_gather_setup)
+_gather_bwd = define("gather_rows_bwd", _run_gather_bwd, _fake_gather_bwd)
+_gather = define("gather_rows", _run_gather, _fake_gather, _save_gather, lambda ctx, grad: (
+    _gather_bwd(grad, *ctx.saved_tensors, ctx.rows), None))
 
 
 def broadcast_add(values: Tensor, dense: Tensor, offsets: Tensor) -> Tensor:
@@ -221,23 +200,19 @@ def broadcast_add(values: Tensor, dense: Tensor, offsets: Tensor) -> Tensor:
     return _broadcast_add(values, dense, offsets)
 
 
-@torch.library.custom_op("opengem::broadcast_add", mutates_args=())
-def _broadcast_add(values: Tensor, dense: Tensor, offsets: Tensor) -> Tensor:
+def _run_broadcast_add(values: Tensor, dense: Tensor, offsets: Tensor) -> Tensor:
     return _implementation(values).broadcast_add(values, dense, offsets)
 
 
-@_broadcast_add.register_fake
-def _(values, dense, offsets):
+def _fake_broadcast_add(values, dense, offsets):
     return values.new_empty(values.shape)
 
 
-@torch.library.custom_op("opengem::segment_sum", mutates_args=())
-def _segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
+def _run_segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
     return _implementation(values).segment_sum(values, offsets)
 
 
-@_segment_sum.register_fake
-def _(values, offsets):
+def _fake_segment_sum(values, offsets):
     return values.new_empty((offsets.shape[0] - 1, *values.shape[1:]))
 
 
@@ -245,8 +220,9 @@ def _save_offsets(ctx, inputs, output):
     ctx.save_for_backward(inputs[-1])
 
 
-_broadcast_add.register_autograd(
-    lambda ctx, grad: (grad, _segment_sum(grad, *ctx.saved_tensors), None), setup_context=_save_offsets)
+_segment_sum = define("segment_sum", _run_segment_sum, _fake_segment_sum)
+_broadcast_add = define("broadcast_add", _run_broadcast_add, _fake_broadcast_add, _save_offsets, lambda ctx, grad: (
+    grad, _segment_sum(grad, *ctx.saved_tensors), None))
 
 
 # ---- jagged x dense product --------------------------------------------------------------------------------------
@@ -270,38 +246,35 @@ def jagged_dense_bmm(values: Tensor, dense: Tensor, offsets: Tensor, *, max_leng
     return out if bias is None else broadcast_add(out, bias, offsets)
 
 
-@torch.library.custom_op("opengem::jagged_dense_bmm", mutates_args=())
-def _bmm(values: Tensor, dense: Tensor, offsets: Tensor, max_length: int) -> Tensor:
+def _run_bmm(values: Tensor, dense: Tensor, offsets: Tensor, max_length: int) -> Tensor:
     return _implementation(values).jagged_dense_bmm(values, dense, offsets, max_length)
 
 
-@_bmm.register_fake
-def _(values, dense, offsets, max_length):
+def _fake_bmm(values, dense, offsets, max_length):
     return values.new_empty((values.shape[0], dense.shape[2]))
 
 
-@torch.library.custom_op("opengem::jagged_dense_bmm_bwd", mutates_args=())
-def _bmm_bwd(grad: Tensor, values: Tensor, offsets: Tensor, max_length: int) -> Tensor:
+def _run_bmm_bwd(grad: Tensor, values: Tensor, offsets: Tensor, max_length: int) -> Tensor:
     return _implementation(values).jagged_dense_bmm_backward(grad, values, offsets, max_length)
 
 
-@_bmm_bwd.register_fake
-def _(grad, values, offsets, max_length):
+def _fake_bmm_bwd(grad, values, offsets, max_length):
     return values.new_empty((offsets.shape[0] - 1, values.shape[1], grad.shape[1]))
 
 
-def _bmm_setup(ctx, inputs, output):
+def _save_bmm(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:3])
     ctx.max_length = inputs[3]
 
 
-def _bmm_backward(ctx, grad):
+def _gradient_bmm(ctx, grad):
     values, dense, offsets = ctx.saved_tensors
     grad_values = _bmm(grad, dense.transpose(1, 2), offsets, ctx.max_length)
     return grad_values, _bmm_bwd(grad, values, offsets, ctx.max_length), None, None
 
 
-_bmm.register_autograd(_bmm_backward, setup_context=_bmm_setup)
+_bmm = define("jagged_dense_bmm", _run_bmm, _fake_bmm, _save_bmm, _gradient_bmm)
+_bmm_bwd = define("jagged_dense_bmm_bwd", _run_bmm_bwd, _fake_bmm_bwd)
 
 
 @register_flop_formula(torch.ops.opengem.jagged_dense_bmm)

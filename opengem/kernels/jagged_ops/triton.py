@@ -8,10 +8,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from opengem.kernels.launch import kind_of, launch
+
 TILE = 8192  # elements a program of four warps copies: eight 16-byte accesses a thread
-SUM_TILE = 4096  # the same for sums, which hold it in fp32
-SUM_COLUMNS = 128  # of a sample's rows a program sums: narrow, so that long samples are spread over programs
-COUNTS = ["rows", "batch", "steps"]  # change from batch to batch: never part of what is compiled
+USE_TILE = 4096  # the same for sums of uses, which hold it in fp32
+SUM_TILE = 8192  # the same for sums of samples, of which the next are under way
+SUM_COLUMNS = 64  # of a sample's rows a program sums: narrow, so that long samples are spread over programs
+SUM_STAGES = 3  # tiles under way
+USES = 512  # uses of rows a program counts, places or ranks
+COUNTS = ["rows", "batch", "steps", "length"]  # change from batch to batch: never part of what is compiled
 
 
 @triton.jit
@@ -117,13 +122,13 @@ def _broadcast_add(values, dense, offsets, out, rows, width, batch, steps, ROWS:
 
 
 @triton.jit
-def _segment_sum(values, offsets, out, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _segment_sum(values, offsets, out, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr):
     blocks = tl.cdiv(width, COLUMNS)
     segment = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
     start, end = tl.load(offsets + segment).to(tl.int64), tl.load(offsets + segment + 1).to(tl.int64)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(start, end, ROWS):
+    for first in tl.range(start, end, ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS)
         mask = (row < end)[:, None] & (column < width)[None, :]
         total += tl.load(values + row[:, None] * width + column[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -131,49 +136,112 @@ def _segment_sum(values, offsets, out, width, ROWS: tl.constexpr, COLUMNS: tl.co
     tl.store(out + segment * width + column, total.to(out.dtype.element_ty), mask=column < width)
 
 
+@triton.jit(do_not_specialize=["uses", "rows"])
+def _count_uses(index, counts, arrival, uses, rows, USES: tl.constexpr):
+    """How often each row is used, and for each use how many of its row came before it (in whatever order they came)."""
+    use = tl.program_id(0) * USES + tl.arange(0, USES)
+    row = tl.load(index + use, mask=use < uses, other=-1)
+    known = (row >= 0) & (row < rows)
+    tl.store(arrival + use, tl.atomic_add(counts + row, 1, mask=known, sem="relaxed"), mask=known)
+
+
+@triton.jit(do_not_specialize=["uses", "rows"])
+def _place_uses(index, ends, counts, arrival, order, uses, rows, USES: tl.constexpr):
+    """Uses grouped by row, those of a row in order of arrival. `ends` is the running sum of `counts`."""
+    use = tl.program_id(0) * USES + tl.arange(0, USES)
+    row = tl.load(index + use, mask=use < uses, other=-1)
+    known = (row >= 0) & (row < rows)
+    first = tl.load(ends + row, mask=known) - tl.load(counts + row, mask=known)
+    tl.store(order + first + tl.load(arrival + use, mask=known), use, mask=known)
+
+
+@triton.jit(do_not_specialize=["uses", "rows"])
+def _rank_uses(index, ends, counts, order, ranked, uses, rows, USES: tl.constexpr):
+    """The same with the uses of a row in their own order, so that no order of arrival decides a sum."""
+    use = tl.program_id(0) * USES + tl.arange(0, USES)
+    row = tl.load(index + use, mask=use < uses, other=-1)
+    known = (row >= 0) & (row < rows)
+    count = tl.load(counts + row, mask=known, other=0)
+    first = tl.load(ends + row, mask=known, other=0) - count
+    rank = tl.zeros([USES], tl.int32)
+    if tl.max(count, 0) > 1:
+        for other in range(0, tl.max(count, 0)):
+            rank += (tl.load(order + first + other, mask=other < count, other=0x7FFFFFFF) < use).to(tl.int32)
+    tl.store(ranked + first + rank, use, mask=known)
+
+
 @triton.jit(do_not_specialize=COUNTS)
-def _sum_uses(grad, order, starts, out, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Row r of `out` is the sum of the rows `order[starts[r] : starts[r + 1]]` of `grad`, one after the other."""
+def _sum_uses(grad, order, ends, counts, out, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Row r of `out` is the sum of the rows `order[ends[r] - counts[r] : ends[r]]` of `grad`, one after the other."""
     row, column = _tile(rows, width, ROWS, COLUMNS)
-    first = tl.load(starts + row, mask=row < rows, other=0).to(tl.int64)
-    count = tl.load(starts + row + 1, mask=row < rows, other=0).to(tl.int64) - first
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    count = tl.load(counts + row, mask=row < rows, other=0)
+    first = tl.load(ends + row, mask=row < rows, other=0) - count
     mask = (row < rows)[:, None] & (column < width)[None, :]
-    for use in range(0, tl.max(count, 0)):
-        source = tl.load(order + first + use, mask=use < count, other=-1)
+    source = tl.load(order + first, mask=count > 0, other=-1).to(tl.int64)
+    live = mask & (source >= 0)[:, None]
+    total = tl.load(grad + source[:, None] * width + column[None, :], mask=live, other=0.0).to(tl.float32)
+    for use in range(1, tl.max(count, 0)):
+        source = tl.load(order + first + use, mask=use < count, other=-1).to(tl.int64)
         live = mask & (source >= 0)[:, None]
         total += tl.load(grad + source[:, None] * width + column[None, :], mask=live, other=0.0).to(tl.float32)
     tl.store(out + row[:, None] * width + column[None, :], total.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["batch", "rows"])
-def _bmm(values, dense, offsets, out, rows, batch, inner, columns, dense_batch, dense_inner, dense_column,
-         BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """One `[BM, BN]` tile of `values[t] @ dense[b]`; sample b owns row tiles from `offsets[b] // BM + b` on."""
-    blocks = tl.cdiv(columns, BN)
-    tile = tl.program_id(0) // blocks
-    column = tl.program_id(0) % blocks * BN + tl.arange(0, BN)
+@triton.jit
+def _row_tile(offsets, batch, rows, tile, BM: tl.constexpr):
+    """(sample, rows, live, written) of a tile of `BM` rows; sample b owns tiles from `offsets[b] // BM + b` on.
+
+    A search of 32 ways, one lane each: three dependent loads for a thousand samples, where halving takes ten. The last
+    sample also writes zeros to rows behind the last offset.
+    """
     low = tile * 0
     high = low + batch
     while high - low > 1:
-        middle = (low + high) // 2
-        ours = tl.load(offsets + middle).to(tl.int64) // BM + middle <= tile
-        low = tl.where(ours, middle, low)
-        high = tl.where(ours, high, middle)
+        step = tl.cdiv(high - low, 32)
+        probe = low + step * tl.arange(0, 32)
+        inside = probe < high
+        first_tile = tl.load(offsets + probe, mask=inside, other=0).to(tl.int64) // BM + probe
+        ours = tl.sum((inside & (first_tile <= tile)).to(tl.int32), 0)
+        low += step * tl.maximum(ours - 1, 0)
+        high = tl.minimum(high, low + step)
     begin, end = tl.load(offsets + low).to(tl.int64), tl.load(offsets + low + 1).to(tl.int64)
     row = begin + (tile - begin // BM - low) * BM + tl.arange(0, BM)
-    live = row < end
-    written = row < tl.where(low == batch - 1, rows, end)
+    return low.to(tl.int64), row, row < end, row < tl.where(low == batch - 1, rows, end)
+
+
+@triton.jit(do_not_specialize=["batch", "rows"])
+def _bmm(values, dense, offsets, out, rows, batch, inner, columns, dense_batch, dense_inner, dense_column,
+         BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """One `[BM, BN]` tile of `values[t] @ dense[b]`."""
+    blocks = tl.cdiv(columns, BN)
+    column = tl.program_id(0) % blocks * BN + tl.arange(0, BN)
+    sample, row, live, written = _row_tile(offsets, batch, rows, tl.program_id(0) // blocks, BM)
     inside = column < columns
     total = tl.zeros([BM, BN], tl.float32)
     for start in range(0, inner, BK):
         k = start + tl.arange(0, BK)
         left = tl.load(values + row[:, None] * inner + k[None, :], mask=live[:, None] & (k < inner)[None, :], other=0.0)
-        weight = dense + low.to(tl.int64) * dense_batch + k[:, None] * dense_inner + column[None, :] * dense_column
+        weight = dense + sample * dense_batch + k[:, None] * dense_inner + column[None, :] * dense_column
         right = tl.load(weight, mask=(k < inner)[:, None] & inside[None, :], other=0.0)
         total = tl.dot(left, right, total)
     tl.store(out + row[:, None] * columns + column[None, :], total.to(out.dtype.element_ty),
              mask=written[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["batch", "rows"])
+def _bmm_short(values, dense, offsets, out, rows, batch, inner, columns, dense_batch, dense_inner, dense_column,
+               BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr):
+    """The same where `inner` fits `BK`: a program keeps its rows and takes all columns, the next under way."""
+    sample, row, live, written = _row_tile(offsets, batch, rows, tl.program_id(0), BM)
+    k = tl.arange(0, BK)
+    left = tl.load(values + row[:, None] * inner + k[None, :], mask=live[:, None] & (k < inner)[None, :], other=0.0)
+    for start in tl.range(0, columns, BN, num_stages=STAGES):
+        column = start + tl.arange(0, BN)
+        inside = column < columns
+        weight = dense + sample * dense_batch + k[:, None] * dense_inner + column[None, :] * dense_column
+        right = tl.load(weight, mask=(k < inner)[:, None] & inside[None, :], other=0.0)
+        tl.store(out + row[:, None] * columns + column[None, :], tl.dot(left, right).to(out.dtype.element_ty),
+                 mask=written[:, None] & inside[None, :])
 
 
 @triton.jit
@@ -197,11 +265,14 @@ def _bmm_backward(grad, values, offsets, out, inner, columns, BM: tl.constexpr, 
              mask=(k < inner)[:, None] & (column < columns)[None, :])
 
 
-def _shape(rows: int, width: int, tile: int = TILE) -> tuple[tuple[int], dict]:
-    """Grid and tile of a copy of `rows` rows of `width` elements."""
+def _copy_tiles(kernel, rows: int, width: int, tensors: tuple, numbers: tuple, constants: tuple = (),
+                tile: int = TILE) -> None:
+    """Launch a kernel over tiles of `rows` rows of `width` elements."""
     columns = min(triton.next_power_of_2(width), 1024)
     tile_rows = max(1, tile // columns)
-    return (triton.cdiv(rows, tile_rows) * triton.cdiv(width, columns),), {"ROWS": tile_rows, "COLUMNS": columns}
+    grid = triton.cdiv(rows, tile_rows) * triton.cdiv(width, columns)
+    launch(kernel, (grid, 1, 1), kind_of(*tensors, facts=(width, rows >> 31)), (*tensors, rows, *numbers),
+           (*constants, tile_rows, columns))
 
 
 def _width(x: Tensor, rows: int) -> int:
@@ -213,9 +284,9 @@ def jagged_to_padded(values: Tensor, offsets: Tensor, max_length: int, fill: flo
     out = values.new_empty((offsets.shape[0] - 1, max_length, *values.shape[1:]))
     if out.numel() == 0 or values.shape[0] == 0:
         return out.fill_(fill)
-    rows, width = out.shape[0] * max_length, values[0].numel()
-    grid, tile = _shape(rows, width)
-    _to_padded[grid](values.contiguous(), offsets, out, rows, max_length, width, float(fill), **tile)
+    width = values[0].numel()
+    _copy_tiles(_to_padded, out.shape[0] * max_length, width, (values.contiguous(), offsets, out),
+                (max_length, width, float(fill)))
     return out
 
 
@@ -225,8 +296,8 @@ def padded_to_jagged(padded: Tensor, offsets: Tensor, rows: int) -> Tensor:
     if out.numel() == 0 or padded.numel() == 0:
         return out.zero_()
     batch, width = padded.shape[0], _width(out, rows)
-    grid, tile = _shape(rows, width)
-    _to_jagged[grid](padded.contiguous(), offsets, out, rows, padded.shape[1], width, batch, steps_for(batch), **tile)
+    _copy_tiles(_to_jagged, rows, width, (padded.contiguous(), offsets, out),
+                (padded.shape[1], width, batch, steps_for(batch)))
     return out
 
 
@@ -237,9 +308,8 @@ def concat_jagged(left: Tensor, right: Tensor, left_offsets: Tensor, right_offse
     if out.numel() == 0 or batch == 0:
         return out.zero_()
     width = _width(out, rows)
-    grid, tile = _shape(rows, width)
-    _concat[grid](left.contiguous(), right.contiguous(), left_offsets, right_offsets, out, rows, width, batch,
-                  steps_for(batch), **tile)
+    _copy_tiles(_concat, rows, width, (left.contiguous(), right.contiguous(), left_offsets, right_offsets, out),
+                (width, batch, steps_for(batch)))
     return out
 
 
@@ -254,8 +324,7 @@ def split_jagged(values: Tensor, left_offsets: Tensor, right_offsets: Tensor, le
             out.zero_()
             continue
         width = _width(out, rows)
-        grid, tile = _shape(rows, width)
-        _split[grid](values, mine, others, out, rows, width, batch, steps_for(batch), LEFT=left, **tile)
+        _copy_tiles(_split, rows, width, (values, mine, others, out), (width, batch, steps_for(batch)), (left,))
     return parts[0], parts[1]
 
 
@@ -266,23 +335,24 @@ def gather_rows(values: Tensor, index: Tensor) -> Tensor:
     if out.numel() == 0 or values.shape[0] == 0:
         return out.zero_()
     width = _width(out, rows)
-    grid, tile = _shape(rows, width)
-    _gather[grid](values.contiguous(), index.contiguous(), out, rows, values.shape[0], width, **tile)
+    _copy_tiles(_gather, rows, width, (values.contiguous(), index.contiguous(), out), (values.shape[0], width))
     return out
 
 
 def gather_rows_backward(grad: Tensor, index: Tensor, rows: int) -> Tensor:
-    """See `reference.gather_rows_backward`; what lies outside the rows is sorted to the ends and left out."""
-    out = grad.new_empty((rows, *grad.shape[1:]))
-    if out.numel() == 0 or grad.shape[0] == 0:
+    """See `reference.gather_rows_backward`. Uses are counted and placed, not sorted."""
+    out, uses = grad.new_empty((rows, *grad.shape[1:])), index.shape[0]
+    if out.numel() == 0 or uses == 0:
         return out.zero_()
-    keys = index.clamp(-1, rows)
-    keys = keys.int() if rows < 1 << 31 else keys  # half the passes of the sort
-    ordered, order = torch.sort(keys, stable=True)
-    starts = torch.searchsorted(ordered, torch.arange(rows + 1, device=grad.device, dtype=keys.dtype))
-    width = _width(out, rows)
-    grid, tile = _shape(rows, width, SUM_TILE)
-    _sum_uses[grid](grad.contiguous(), order, starts, out, rows, width, **tile)
+    index, width = index.contiguous(), _width(out, rows)
+    counts = torch.zeros(rows, dtype=torch.int32, device=grad.device)
+    arrival, order, ranked = (torch.empty(uses, dtype=torch.int32, device=grad.device) for _ in range(3))
+    grid, key = (triton.cdiv(uses, USES), 1, 1), kind_of(index)
+    launch(_count_uses, grid, key, (index, counts, arrival, uses, rows), (USES,))
+    ends = counts.cumsum(0, dtype=torch.int32)
+    launch(_place_uses, grid, key, (index, ends, counts, arrival, order, uses, rows), (USES,))
+    launch(_rank_uses, grid, key, (index, ends, counts, order, ranked, uses, rows), (USES,))
+    _copy_tiles(_sum_uses, rows, width, (grad.contiguous(), ranked, ends, counts, out), (width,), tile=USE_TILE)
     return out
 
 
@@ -292,10 +362,10 @@ def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
     out = values.new_empty((segments, *values.shape[1:]))
     if out.numel() == 0 or values.shape[0] == 0:
         return out.zero_()
-    width = _width(out, segments)
+    values, width = values.contiguous(), _width(out, segments)
     columns = min(triton.next_power_of_2(width), SUM_COLUMNS)
-    _segment_sum[(segments * triton.cdiv(width, columns),)](
-        values.contiguous(), offsets, out, width, ROWS=SUM_TILE // columns, COLUMNS=columns)
+    launch(_segment_sum, (segments * triton.cdiv(width, columns), 1, 1), kind_of(values, offsets, facts=(width,)),
+           (values, offsets, out, width), (SUM_TILE // columns, columns, SUM_STAGES))
     return out
 
 
@@ -305,9 +375,9 @@ def broadcast_add(values: Tensor, dense: Tensor, offsets: Tensor) -> Tensor:
     if values.numel() == 0 or batch == 0:
         return values.clone(memory_format=torch.contiguous_format)
     out = values.new_empty(values.shape)
-    grid, tile = _shape(rows, _width(out, rows))
-    _broadcast_add[grid](values.contiguous(), dense.contiguous(), offsets, out, rows, _width(out, rows), batch,
-                         steps_for(batch), **tile)
+    width = _width(out, rows)
+    _copy_tiles(_broadcast_add, rows, width, (values.contiguous(), dense.contiguous(), offsets, out),
+                (width, batch, steps_for(batch)))
     return out
 
 
@@ -322,10 +392,14 @@ def jagged_dense_bmm(values: Tensor, dense: Tensor, offsets: Tensor, max_length:
     out = values.new_empty(rows, columns)
     if out.numel() == 0 or batch == 0 or inner == 0:
         return out.zero_()
-    bm, bn = 128, _product_tile(columns)
-    _bmm[((rows // bm + batch) * triton.cdiv(columns, bn),)](
-        values.contiguous(), dense, offsets, out, rows, batch, inner, columns, *dense.stride(), BM=bm, BN=bn, BK=64,
-        num_warps=8, num_stages=3)
+    bm, bn, values = 128, _product_tile(columns), values.contiguous()
+    tiles, blocks = rows // bm + batch, triton.cdiv(columns, bn)
+    key = kind_of(values, dense, offsets, facts=(inner, columns, *dense.stride()))
+    arguments = values, dense, offsets, out, rows, batch, inner, columns, *dense.stride()
+    if inner <= 128 and blocks > 1:
+        launch(_bmm_short, (tiles, 1, 1), key, arguments, (bm, bn, _product_tile(inner), 2), warps=8)
+    else:
+        launch(_bmm, (tiles * blocks, 1, 1), key, arguments, (bm, bn, 64), warps=8)
     return out
 
 
@@ -335,8 +409,8 @@ def jagged_dense_bmm_backward(grad: Tensor, values: Tensor, offsets: Tensor, max
     out = values.new_empty(batch, inner, columns)
     if out.numel() == 0 or values.shape[0] == 0:
         return out.zero_()
-    bn, bk = _product_tile(columns), _product_tile(inner)
-    _bmm_backward[(batch * triton.cdiv(columns, bn) * triton.cdiv(inner, bk),)](
-        grad.contiguous(), values.contiguous(), offsets, out, inner, columns, BM=64, BN=bn, BK=bk, num_warps=8,
-        num_stages=3)
+    bn, bk, grad, values = _product_tile(columns), _product_tile(inner), grad.contiguous(), values.contiguous()
+    launch(_bmm_backward, (batch * triton.cdiv(columns, bn) * triton.cdiv(inner, bk), 1, 1),
+           kind_of(grad, values, offsets, facts=(inner, columns)), (grad, values, offsets, out, inner, columns),
+           (64, bn, bk), warps=8)
     return out

@@ -1,10 +1,13 @@
 """Jagged flash attention forward for Hopper in Gluon: persistent, warp-specialised, fed by TMA.
 
-Each thread block stays on its multiprocessor and takes items (128 query rows of one sample and head) in turn. One
-producer warp streams Q, K and V tiles into shared memory; two warpgroups of 64 rows each consume them. A consumer
-issues the scores of the next tile before it waits for the current product with V, so its softmax runs beside the
-tensor cores. Key tiles are visited from the last to the first: the ragged tile comes first, masks stay out of the
-loop over full tiles. The items come from a schedule made on the device (`_schedule_kernel`).
+Each thread block stays on its multiprocessor and takes items (128 query rows of one sample and head) from a queue, a
+counter in memory, so that blocks end together whatever the lengths. One producer warp takes the items and streams Q, K
+and V tiles into shared memory; two warpgroups of 64 rows each consume them. A consumer issues the scores of the next
+tile before it waits for the current product with V, so its softmax runs beside the tensor cores. Key tiles are visited
+from the last to the first: the ragged tile comes first, masks stay out of the loop over full tiles. What the items are
+comes from a schedule made on the device (`_schedule_kernel`).
+
+Tiles end with their sample: `ragged` descriptors read 0 behind it, so a neighbour's NaN stays with the neighbour.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -33,7 +35,10 @@ from opengem.kernels.launch import aligned, launch, multiprocessors
 LOG2E = gl.constexpr(1.4426950408889634)
 ROWS = 128  # query rows of an item: two consumers of 64
 KEYS = 128  # key rows of a tile
-STAGES = {64: 4, 128: 2}  # K and V tiles in flight, by head dimension
+NARROW_KEYS, NARROW = 64, 512  # at head_dim 128 under a window of at most so many keys: less of a tile is outside
+RING_ROWS = {64: 512, 128: 256}  # K and V rows in flight, by head dimension
+ITEMS = 2  # items in flight
+BOUND = gl.constexpr(1 << 30)
 
 
 # ---- schedule --------------------------------------------------------------------------------------------------
@@ -46,6 +51,7 @@ def _schedule_kernel(
 ):
     """Five int32 a slot: first query row, query rows (0: no item), position of the first, first key row, keys."""
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(records_ptr + 5 * slots, 0, mask=tl.program_id(0) == 0)
     low = tl.zeros([BLOCK], tl.int32)
     high = tl.zeros([BLOCK], tl.int32) + batch
     for _ in range(steps):
@@ -90,42 +96,70 @@ def _tiles(position, rows, n, left, right, KEYS: gl.constexpr, HAS_LEFT: gl.cons
 
 
 @gluon.jit
+def load_rows(desc, begin, length, row, column, barrier, target):
+    """Rows from `row` on of the sample at [begin, begin + length), 0 past its end (see `ragged`)."""
+    tma.async_copy_global_to_shared(desc, [BOUND, begin + length, BOUND - length + row, column], barrier, target)
+
+
+@gluon.jit
+def put(numbers, at, value):
+    """Hand a number to the other warps; a barrier must follow. One warp calls this."""
+    numbers.index(at).store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def get(numbers, at, WARPS: gl.constexpr):
+    """What `put` left; WARPS of the caller."""
+    return gl.sum(numbers.index(at).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+
+
+@gluon.jit
 def _produce(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr, records_ptr, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty,
-    v_full, v_empty, slots, items, total_q, scale2, left, right, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-):
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, records_ptr, numbers, q_ring, k_ring, v_ring, q_full, q_empty, k_full,
+    k_empty, v_full, v_empty, slots, heads, total_q, scale2, left, right, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, ITEMS: gl.constexpr):
     count = 0
     q_count = 0
-    for item in tl.range(gl.program_id(0), items, gl.num_programs(0), disable_licm=True):
-        head = item // slots
-        slot = item - head * slots
+    item = gl.atomic_add(records_ptr + 5 * slots, 1, sem="relaxed")
+    while item < slots * heads:
+        slot = item // heads
+        head = item - slot * heads
+        q_row = gl.load(records_ptr + slot)
         rows = gl.load(records_ptr + slots + slot)
+        position = gl.load(records_ptr + 2 * slots + slot)
+        k_row = gl.load(records_ptr + 3 * slots + slot)
+        n = gl.load(records_ptr + 4 * slots + slot)
+        item = gl.atomic_add(records_ptr + 5 * slots, 1, sem="relaxed")
         if rows > 0:
-            q_row = gl.load(records_ptr + slot)
-            position = gl.load(records_ptr + 2 * slots + slot)
-            k_row = gl.load(records_ptr + 3 * slots + slot)
-            n = gl.load(records_ptr + 4 * slots + slot)
             last, first, full_first, full_end = _tiles(position, rows, n, left, right, KEYS, HAS_LEFT, HAS_RIGHT)
-            q_slot = q_count % Q_STAGES
-            mbarrier.wait(q_empty.index(q_slot), ((q_count // Q_STAGES) & 1) ^ 1)
+            q_slot = q_count % ITEMS
+            mbarrier.wait(q_empty.index(q_slot), ((q_count // ITEMS) & 1) ^ 1)
+            put(numbers, 8 * q_slot, head)
+            put(numbers, 8 * q_slot + 1, q_row)
+            put(numbers, 8 * q_slot + 2, rows)
+            put(numbers, 8 * q_slot + 3, position)
+            put(numbers, 8 * q_slot + 4, n)
             mbarrier.expect(q_full.index(q_slot), 2 * q_desc.block_type.nbytes)
-            for half in gl.static_range(2):
-                tma.async_copy_global_to_shared(
-                    q_desc, [q_row + 64 * half, head * HEAD_DIM], q_full.index(q_slot), q_ring.index(2 * q_slot + half))
+            for part in gl.static_range(2):
+                load_rows(q_desc, q_row, rows, 64 * part, head * HEAD_DIM, q_full.index(q_slot),
+                          q_ring.index(2 * q_slot + part))
             q_count += 1
             column = (head // GROUP) * HEAD_DIM
             for back in range(last - first + 1):
-                row = k_row + (last - back) * KEYS
+                row = (last - back) * KEYS
                 at = count % STAGES
                 phase = ((count // STAGES) & 1) ^ 1  # passes at once on the first trip round the ring
                 mbarrier.wait(k_empty.index(at), phase)
                 mbarrier.expect(k_full.index(at), k_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(k_desc, [row, column], k_full.index(at), k_ring.index(at))
+                load_rows(k_desc, k_row, n, row, column, k_full.index(at), k_ring.index(at))
                 mbarrier.wait(v_empty.index(at), phase)
                 mbarrier.expect(v_full.index(at), v_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(v_desc, [row, column], v_full.index(at), v_ring.index(at))
+                load_rows(v_desc, k_row, n, row, column, v_full.index(at), v_ring.index(at))
                 count += 1
+    q_slot = q_count % ITEMS
+    mbarrier.wait(q_empty.index(q_slot), ((q_count // ITEMS) & 1) ^ 1)
+    put(numbers, 8 * q_slot, -1)
+    mbarrier.arrive(q_full.index(q_slot), count=1)
 
 
 # ---- consumers -------------------------------------------------------------------------------------------------
@@ -154,19 +188,28 @@ def _softmax_step(
 
 
 @gluon.jit
+def matrix(box, ROWS: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """The matrix in a box [1, 1, ROWS, HEAD_DIM]."""
+    return box._reinterpret(
+        box.dtype, [ROWS, HEAD_DIM], gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], box.dtype))
+
+
+@gluon.jit
 def _attend(
     tile, tiles, count, o, p, row_max, row_sum, q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, position,
     step, n, scale2, left, right, MASK: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr):
+    KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
+    P_LAYOUT: gl.constexpr):
     """`tiles` tiles downwards from `tile`. On entry `p` is of tile `count - 1`, not yet multiplied with V."""
     for back in range(tiles):
         at = count % STAGES
         mbarrier.wait(k_full.index(at), (count // STAGES) & 1)
         zero = gl.zeros([64, KEYS], gl.float32, S_LAYOUT)
-        s_next = warpgroup_mma(q_tile, k_ring.index(at).permute((1, 0)), zero, use_acc=False, is_async=True)
+        k = matrix(k_ring.index(at), KEYS, HEAD_DIM)
+        s_next = warpgroup_mma(q_tile, k.permute((1, 0)), zero, use_acc=False, is_async=True)
         before = (count - 1) % STAGES
         mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
-        o_next = warpgroup_mma(p, v_ring.index(before), o, is_async=True)
+        o_next = warpgroup_mma(p, matrix(v_ring.index(before), KEYS, HEAD_DIM), o, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s_next])
         mbarrier.arrive(k_empty.index(at), count=1)
         key = (tile - back) * KEYS + step
@@ -181,116 +224,100 @@ def _attend(
 
 
 @gluon.jit
-def _clear_rows(tile, keep, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Zeros in the rows of a V tile from `keep` on: they belong to other samples, and 0 * NaN is not 0.
-
-    Both consumers may do this at once; each writes what the other writes.
-    """
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
-    for part in gl.static_range(KEYS // 32):
-        if keep < 32 * part + 32:
-            piece = tile.slice(32 * part, 32)
-            row = 32 * part + gl.arange(0, 32, gl.SliceLayout(1, layout))
-            values = piece.load(layout)
-            piece.store(gl.where((row < keep)[:, None], values, gl.zeros_like(values)))
-    fence_async_shared()
-
-
-@gluon.jit
 def _consume(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr, records_ptr, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty,
-    v_full, v_empty, slots, items, total_q, scale2, left, right, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr,
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, records_ptr, numbers, q_ring, k_ring, v_ring, q_full, q_empty, k_full,
+    k_empty, v_full, v_empty, slots, heads, total_q, scale2, left, right, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr, HALF: gl.constexpr):
+    ITEMS: gl.constexpr, HALF: gl.constexpr):
+    dtype: gl.constexpr = q_desc.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    q_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, HEAD_DIM], dtype)
     store_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
     own = 64 * HALF + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
     step = gl.arange(0, KEYS, gl.SliceLayout(0, s_layout))
-    heads = items // slots
     count = 0
     q_count = 0
-    for item in tl.range(gl.program_id(0), items, gl.num_programs(0), disable_licm=True):
-        head = item // slots
-        slot = item - head * slots
-        rows = gl.load(records_ptr + slots + slot)
-        if rows > 0:
-            q_row = gl.load(records_ptr + slot)
-            position = gl.load(records_ptr + 2 * slots + slot)
-            n = gl.load(records_ptr + 4 * slots + slot)
-            last, first, full_first, full_end = _tiles(position, rows, n, left, right, KEYS, HAS_LEFT, HAS_RIGHT)
-            q_slot = q_count % Q_STAGES
-            q_tile = q_ring.index(2 * q_slot + HALF)
-            mbarrier.wait(q_full.index(q_slot), (q_count // Q_STAGES) & 1)
-            at = count % STAGES
-            phase = (count // STAGES) & 1
-            mbarrier.wait(k_full.index(at), phase)
-            s = gl.zeros([64, KEYS], gl.float32, s_layout)
-            s = warpgroup_mma(q_tile, k_ring.index(at).permute((1, 0)), s, use_acc=False, is_async=True)
-            s = warpgroup_mma_wait(0, deps=[s])
-            mbarrier.arrive(k_empty.index(at), count=1)
-            row_max = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
-            row_sum = gl.zeros([64], gl.float32, gl.SliceLayout(1, s_layout))
-            weights, row_max, row_sum, alpha = _softmax_step(
-                s, row_max, row_sum, position + own, last * KEYS + step, n, scale2, left, right, True, HAS_LEFT,
-                HAS_RIGHT)
-            p = gl.convert_layout(weights.to(v_desc.dtype), p_layout)
-            if n - last * KEYS < KEYS:
-                mbarrier.wait(v_full.index(at), phase)
-                _clear_rows(v_ring.index(at), n - last * KEYS, KEYS, HEAD_DIM)
-            o = gl.zeros([64, HEAD_DIM], gl.float32, o_layout)
-            count += 1
-            if HAS_RIGHT:
-                edge = gl.maximum(full_end, first)
-                count, o, p, row_max, row_sum = _attend(
-                    last - 1, gl.maximum(last - edge, 0), count, o, p, row_max, row_sum, q_tile, k_ring, v_ring, k_full,
-                    k_empty, v_full, v_empty, position + own, step, n, scale2, left, right, True, HAS_LEFT, HAS_RIGHT,
-                    KEYS, STAGES, s_layout, o_layout, p_layout)
-            top = gl.minimum(last, full_end)
+    mbarrier.wait(q_full.index(0), 0)
+    head = get(numbers, 0, 4)
+    while head >= 0:
+        q_slot = q_count % ITEMS
+        q_row = get(numbers, 8 * q_slot + 1, 4)
+        rows = get(numbers, 8 * q_slot + 2, 4)
+        position = get(numbers, 8 * q_slot + 3, 4)
+        n = get(numbers, 8 * q_slot + 4, 4)
+        last, first, full_first, full_end = _tiles(position, rows, n, left, right, KEYS, HAS_LEFT, HAS_RIGHT)
+        q_tile = q_ring.index(2 * q_slot + HALF)._reinterpret(dtype, [64, HEAD_DIM], q_shared)
+        at = count % STAGES
+        phase = (count // STAGES) & 1
+        mbarrier.wait(k_full.index(at), phase)
+        k = matrix(k_ring.index(at), KEYS, HEAD_DIM)
+        s = gl.zeros([64, KEYS], gl.float32, s_layout)
+        s = warpgroup_mma(q_tile, k.permute((1, 0)), s, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(k_empty.index(at), count=1)
+        row_max = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
+        row_sum = gl.zeros([64], gl.float32, gl.SliceLayout(1, s_layout))
+        weights, row_max, row_sum, alpha = _softmax_step(
+            s, row_max, row_sum, position + own, last * KEYS + step, n, scale2, left, right, True, HAS_LEFT,
+            HAS_RIGHT)
+        p = gl.convert_layout(weights.to(dtype), p_layout)
+        o = gl.zeros([64, HEAD_DIM], gl.float32, o_layout)
+        count += 1
+        if HAS_RIGHT:
+            edge = gl.maximum(full_end, first)
             count, o, p, row_max, row_sum = _attend(
-                top - 1, gl.maximum(top - full_first, 0), count, o, p, row_max, row_sum, q_tile, k_ring, v_ring, k_full,
-                k_empty, v_full, v_empty, position + own, step, n, scale2, left, right, False, HAS_LEFT, HAS_RIGHT,
-                KEYS, STAGES, s_layout, o_layout, p_layout)
-            if HAS_LEFT:
-                top = gl.minimum(last, full_first)
-                count, o, p, row_max, row_sum = _attend(
-                    top - 1, gl.maximum(top - first, 0), count, o, p, row_max, row_sum, q_tile, k_ring, v_ring, k_full,
-                    k_empty, v_full, v_empty, position + own, step, n, scale2, left, right, True, HAS_LEFT, HAS_RIGHT,
-                    KEYS, STAGES, s_layout, o_layout, p_layout)
-            mbarrier.arrive(q_empty.index(q_slot), count=1)
-            q_count += 1
-            before = (count - 1) % STAGES
-            mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
-            o = warpgroup_mma(p, v_ring.index(before), o, is_async=True)
-            o, p = warpgroup_mma_wait(0, deps=[o, p])
-            mbarrier.arrive(v_empty.index(before), count=1)
-            none = row_sum == 0.0
-            inverse = gl.convert_layout(1.0 / gl.where(none, 1.0, row_sum), gl.SliceLayout(1, o_layout))
-            lse = gl.where(none, float("-inf"), (row_max + gl.log2(row_sum)) / LOG2E)
-            gl.store(lse_ptr + head.to(gl.int64) * total_q + q_row + own, lse, mask=own < rows)
-            out = gl.convert_layout((o * inverse[:, None]).to(v_desc.dtype), store_layout)
-            own_row = 64 * HALF + gl.arange(0, 64, gl.SliceLayout(1, store_layout))
-            column = head * HEAD_DIM + gl.arange(0, HEAD_DIM, gl.SliceLayout(0, store_layout))
-            address = (q_row + own_row).to(gl.int64)[:, None] * (heads * HEAD_DIM) + column[None, :]
-            gl.store(out_ptr + address, out, mask=(own_row < rows)[:, None])
+                last - 1, gl.maximum(last - edge, 0), count, o, p, row_max, row_sum, q_tile, k_ring, v_ring, k_full,
+                k_empty, v_full, v_empty, position + own, step, n, scale2, left, right, True, HAS_LEFT, HAS_RIGHT,
+                KEYS, HEAD_DIM, STAGES, s_layout, o_layout, p_layout)
+        top = gl.minimum(last, full_end)
+        count, o, p, row_max, row_sum = _attend(
+            top - 1, gl.maximum(top - full_first, 0), count, o, p, row_max, row_sum, q_tile, k_ring, v_ring, k_full,
+            k_empty, v_full, v_empty, position + own, step, n, scale2, left, right, False, HAS_LEFT, HAS_RIGHT,
+            KEYS, HEAD_DIM, STAGES, s_layout, o_layout, p_layout)
+        if HAS_LEFT:
+            top = gl.minimum(last, full_first)
+            count, o, p, row_max, row_sum = _attend(
+                top - 1, gl.maximum(top - first, 0), count, o, p, row_max, row_sum, q_tile, k_ring, v_ring, k_full,
+                k_empty, v_full, v_empty, position + own, step, n, scale2, left, right, True, HAS_LEFT, HAS_RIGHT,
+                KEYS, HEAD_DIM, STAGES, s_layout, o_layout, p_layout)
+        mbarrier.arrive(q_empty.index(q_slot), count=1)
+        q_count += 1
+        before = (count - 1) % STAGES
+        mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
+        o = warpgroup_mma(p, matrix(v_ring.index(before), KEYS, HEAD_DIM), o, is_async=True)
+        o, p = warpgroup_mma_wait(0, deps=[o, p])
+        mbarrier.arrive(v_empty.index(before), count=1)
+        none = row_sum == 0.0
+        inverse = gl.convert_layout(1.0 / gl.where(none, 1.0, row_sum), gl.SliceLayout(1, o_layout))
+        lse = gl.where(none, float("-inf"), (row_max + gl.log2(row_sum)) / LOG2E)
+        gl.store(lse_ptr + head.to(gl.int64) * total_q + q_row + own, lse, mask=own < rows)
+        out = gl.convert_layout((o * inverse[:, None]).to(dtype), store_layout)
+        own_row = 64 * HALF + gl.arange(0, 64, gl.SliceLayout(1, store_layout))
+        column = head * HEAD_DIM + gl.arange(0, HEAD_DIM, gl.SliceLayout(0, store_layout))
+        address = (q_row + own_row).to(gl.int64)[:, None] * (heads * HEAD_DIM) + column[None, :]
+        gl.store(out_ptr + address, out, mask=(own_row < rows)[:, None])
+        mbarrier.wait(q_full.index(q_count % ITEMS), (q_count // ITEMS) & 1)
+        head = get(numbers, 8 * (q_count % ITEMS), 4)
 
 
-@gluon.jit(do_not_specialize=["slots", "items", "total_q", "left", "right"])
+@gluon.jit(do_not_specialize=["slots", "total_q", "left", "right"])
 def _forward_kernel(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr, records_ptr, slots, items, total_q, scale2, left, right,
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, records_ptr, slots, heads, total_q, scale2, left, right,
     GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr,
-    STAGES: gl.constexpr, Q_STAGES: gl.constexpr):
-    q_ring = gl.allocate_shared_memory(q_desc.dtype, [2 * Q_STAGES, 64, HEAD_DIM], q_desc.layout)
-    k_ring = gl.allocate_shared_memory(k_desc.dtype, [STAGES, KEYS, HEAD_DIM], k_desc.layout)
-    v_ring = gl.allocate_shared_memory(v_desc.dtype, [STAGES, KEYS, HEAD_DIM], v_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
+    STAGES: gl.constexpr, ITEMS: gl.constexpr):
+    q_ring = gl.allocate_shared_memory(q_desc.dtype, [2 * ITEMS, 1, 1, 64, HEAD_DIM], q_desc.layout)
+    k_ring = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, KEYS, HEAD_DIM], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, KEYS, HEAD_DIM], v_desc.layout)
+    numbers = gl.allocate_shared_memory(gl.int32, [8 * ITEMS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_full = gl.allocate_shared_memory(gl.int64, [ITEMS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [ITEMS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(Q_STAGES):
+    for i in gl.static_range(ITEMS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
     for i in gl.static_range(STAGES):
@@ -300,15 +327,15 @@ def _forward_kernel(
         mbarrier.init(v_empty.index(i), count=2)
     # The first function runs on the launch's own four warps; the producer warp is given a warpgroup's place.
     gl.warp_specialize([
-        (_consume, (q_desc, k_desc, v_desc, out_ptr, lse_ptr, records_ptr, q_ring, k_ring, v_ring, q_full, q_empty,
-                    k_full, k_empty, v_full, v_empty, slots, items, total_q, scale2, left, right, GROUP, HAS_LEFT,
-                    HAS_RIGHT, HEAD_DIM, KEYS, STAGES, Q_STAGES, 0)),
-        (_consume, (q_desc, k_desc, v_desc, out_ptr, lse_ptr, records_ptr, q_ring, k_ring, v_ring, q_full, q_empty,
-                    k_full, k_empty, v_full, v_empty, slots, items, total_q, scale2, left, right, GROUP, HAS_LEFT,
-                    HAS_RIGHT, HEAD_DIM, KEYS, STAGES, Q_STAGES, 1)),
-        (_produce, (q_desc, k_desc, v_desc, out_ptr, lse_ptr, records_ptr, q_ring, k_ring, v_ring, q_full, q_empty,
-                    k_full, k_empty, v_full, v_empty, slots, items, total_q, scale2, left, right, GROUP, HAS_LEFT,
-                    HAS_RIGHT, HEAD_DIM, KEYS, STAGES, Q_STAGES)),
+        (_consume, (q_desc, k_desc, v_desc, out_ptr, lse_ptr, records_ptr, numbers, q_ring, k_ring, v_ring, q_full,
+                    q_empty, k_full, k_empty, v_full, v_empty, slots, heads, total_q, scale2, left, right, GROUP,
+                    HAS_LEFT, HAS_RIGHT, HEAD_DIM, KEYS, STAGES, ITEMS, 0)),
+        (_consume, (q_desc, k_desc, v_desc, out_ptr, lse_ptr, records_ptr, numbers, q_ring, k_ring, v_ring, q_full,
+                    q_empty, k_full, k_empty, v_full, v_empty, slots, heads, total_q, scale2, left, right, GROUP,
+                    HAS_LEFT, HAS_RIGHT, HEAD_DIM, KEYS, STAGES, ITEMS, 1)),
+        (_produce, (q_desc, k_desc, v_desc, out_ptr, lse_ptr, records_ptr, numbers, q_ring, k_ring, v_ring, q_full,
+                    q_empty, k_full, k_empty, v_full, v_empty, slots, heads, total_q, scale2, left, right, GROUP,
+                    HAS_LEFT, HAS_RIGHT, HEAD_DIM, KEYS, STAGES, ITEMS)),
     ], [4, 1], [240, 24])
 
 
@@ -327,11 +354,13 @@ def forward(
     records, slots = _schedule(total, q_offsets, kv_offsets, key)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((heads, total), dtype=torch.float32, device=q.device)
+    narrow = dim == 128 and min(options.left, options.right) >= 0 and options.left + options.right <= NARROW
+    keys = NARROW_KEYS if narrow else KEYS
     launch(
         _forward_kernel, (min(multiprocessors(q.device), slots * heads), 1, 1), key,
-        (_descriptor(q, 64), _descriptor(k, KEYS), _descriptor(v, KEYS), out, lse, records, slots, slots * heads, total,
+        (ragged(q, 64), ragged(k, keys), ragged(v, keys), out, lse, records, slots, heads, total,
          options.scale * LOG2E.value, options.left, options.right),
-        (heads // k.shape[1], options.left >= 0, options.right >= 0, dim, KEYS, STAGES[dim], 1))
+        (heads // k.shape[1], options.left >= 0, options.right >= 0, dim, keys, RING_ROWS[dim] // keys, ITEMS))
     return out, lse
 
 
@@ -339,7 +368,7 @@ def _schedule(total: int, offsets: Tensor, partner_offsets: Tensor, key: tuple |
     """(records of the items of `total` rows, slots)."""
     batch = offsets.shape[0] - 1
     slots = total // ROWS + batch + 1
-    records = torch.empty((5, slots), dtype=torch.int32, device=offsets.device)
+    records = torch.empty(5 * slots + 1, dtype=torch.int32, device=offsets.device)
     launch(
         _schedule_kernel, ((slots + 255) // 256, 1, 1), key,
         (records, offsets, partner_offsets, total, batch, batch.bit_length(), slots), (256, ROWS), warps=8)
@@ -355,22 +384,32 @@ def _key(q: Tensor, q_offsets: Tensor, kv_offsets: Tensor) -> tuple | None:
 
 def takes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
     """No bias, head_dim 64 or 128, and rows TMA can read: heads side by side, 16-byte aligned, not empty."""
-    if bias is not None or q.shape[2] not in STAGES or q.dtype not in (torch.bfloat16, torch.float16):
+    if bias is not None or q.shape[2] not in RING_ROWS or q.dtype not in (torch.bfloat16, torch.float16):
         return False
     for x in (q, k, v):
         row, head, element = x.stride()
-        if element != 1 or head != x.shape[2] or row % 8 or not 0 < x.shape[0] < 2**31 - 2 * ROWS:
+        if element != 1 or head != x.shape[2] or row % 8 or not 0 < x.shape[0] < 2**31 - 256:
             return False
     return aligned(q, k, v)
 
 
-def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Tiles of `rows` rows of one head of `x` `[T, H, D]`, seen as `[T, H * D]`."""
-    shape = [x.shape[0], x.shape[1] * x.shape[2]]
-    return TensorDescriptor(x, shape, [x.stride(0), 1], [rows, x.shape[2]], _layout(rows, x.shape[2], x.dtype))
+def ragged(x: Tensor, rows: int) -> TensorDescriptor:
+    """Boxes [rows, D] of a head of `x` `[T, H, D]` that end with the sample; the coordinates set the bound of rows.
+
+    Two leading dimensions of strides `2^34 - row` and `row` shift the base (64-bit addresses wrap) so that the row
+    coordinate runs into BOUND exactly at the sample's end: TMA reads 0 and writes nothing from there on.
+    """
+    row, head, _ = x.stride()
+    box = TensorDescriptor.__new__(TensorDescriptor)
+    box.__dict__ = {**_box(row, head, x.shape[1], x.shape[2], rows, x.dtype), "base": x}
+    return box
 
 
 @functools.cache
-def _layout(rows: int, dim: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    return gl.NVMMASharedLayout.get_default_for([rows, dim], element)
+def _box(row: int, head: int, heads: int, dim: int, rows: int, dtype: torch.dtype) -> dict:
+    """The fields of `ragged` of any tensor of these strides; the checks that take time are in here."""
+    layout = gl.NVMMASharedLayout.get_default_for(
+        [1, 1, rows, dim], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
+    return vars(TensorDescriptor(
+        torch.empty(0, dtype=dtype), [0x7FFF0000, 0x7FFF0000, BOUND.value, (heads - 1) * head + dim],
+        [2**34 - row, row, row, 1], [1, 1, rows, dim], layout))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from opengem.kernels import backend
+from opengem.kernels.custom_op import define
 from opengem.kernels.mx import reference
 from opengem.kernels.mx.tensor import FORMATS, MXTensor
 
@@ -28,8 +29,7 @@ def quantize_mx(x: Tensor, *, block: tuple[int, int] = (32, 32), format: str = "
     return MXTensor(data, scale, tuple(block), x.dtype, anchor if anchor.requires_grad else None)
 
 
-@torch.library.custom_op("opengem::quantize_mx", mutates_args=())
-def _quantize(x: Tensor, block: list[int], format: str) -> tuple[Tensor, Tensor, Tensor]:
+def _run(x: Tensor, block: list[int], format: str) -> tuple[Tensor, Tensor, Tensor]:
     kind = backend.implementation("mx", x.device, dtype=x.dtype, block=tuple(block), format=format)
     if kind == "reference":
         data, scale = reference.quantize(x.contiguous(), (block[0], block[1]), format)
@@ -40,14 +40,18 @@ def _quantize(x: Tensor, block: list[int], format: str) -> tuple[Tensor, Tensor,
     return data, scale, x.new_zeros(()).expand(x.shape)
 
 
-@_quantize.register_fake
-def _(x, block, format):
+def _fake(x, block, format):
     scale = x.new_empty((-(-x.shape[0] // block[0]), -(-x.shape[1] // block[1])), dtype=torch.uint8)
     return x.new_empty(x.shape, dtype=FORMATS[format]), scale, x.new_zeros(()).expand(x.shape)
 
 
-def _backward(ctx, grad_data, grad_scale, grad):
+def _save(ctx, inputs, outputs):
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*outputs[:2])
+
+
+def _gradient(ctx, grad_data, grad_scale, grad):
     return grad, None, None
 
 
-_quantize.register_autograd(_backward)
+_quantize = define("quantize_mx", _run, _fake, _save, _gradient)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from opengem.kernels import backend
+from opengem.kernels.custom_op import define
 from opengem.kernels.jagged_ops.check import check_same
 from opengem.kernels.mx.tensor import MXTensor
 from opengem.kernels.norm import reference
@@ -76,22 +77,19 @@ def _implementation(x: Tensor):
     return triton
 
 
-@torch.library.custom_op("opengem::norm_fwd", mutates_args=())
-def _norm_fwd(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
-              centered: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _run_forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
+                 centered: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _implementation(x).norm_forward(x, residual, weight, bias, eps, centered)
 
 
-@torch.library.custom_op("opengem::norm_mx_fwd", mutates_args=())
-def _norm_mx_fwd(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
-                 centered: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _run_quantize(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
+                  centered: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     run = _implementation(x).norm_quantize_forward
     return *run(x, residual, weight, bias, eps, centered), x.new_zeros(()).expand(x.shape)
 
 
-@torch.library.custom_op("opengem::norm_bwd", mutates_args=())
-def _norm_bwd(grad: Tensor, grad_total: Tensor | None, total: Tensor, weight: Tensor | None, mean: Tensor,
-              rstd: Tensor, has_bias: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _run_backward(grad: Tensor, grad_total: Tensor | None, total: Tensor, weight: Tensor | None, mean: Tensor,
+                  rstd: Tensor, has_bias: bool) -> tuple[Tensor, Tensor, Tensor]:
     return _implementation(total).norm_backward(grad, grad_total, total, weight, mean, rstd, has_bias)
 
 
@@ -101,27 +99,24 @@ def _row_outputs(x: Tensor, residual: Tensor | None, centered: bool) -> tuple[Te
     return total, x.new_empty(rows if centered else 0, dtype=wide), x.new_empty(rows, dtype=wide)
 
 
-@_norm_fwd.register_fake
-def _(x, residual, weight, bias, eps, centered):
+def _fake_forward(x, residual, weight, bias, eps, centered):
     return x.new_empty(x.shape), *_row_outputs(x, residual, centered)
 
 
-@_norm_mx_fwd.register_fake
-def _(x, residual, weight, bias, eps, centered):
+def _fake_quantize(x, residual, weight, bias, eps, centered):
     (rows, width), (r, c) = x.shape, BLOCK
     data = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
     scale = x.new_empty((-(-rows // r), -(-width // c)), dtype=torch.uint8)
     return data, scale, *_row_outputs(x, residual, centered), x.new_zeros(()).expand(x.shape)
 
 
-@_norm_bwd.register_fake
-def _(grad, grad_total, total, weight, mean, rstd, has_bias):
+def _fake_backward(grad, grad_total, total, weight, mean, rstd, has_bias):
     width = total.shape[1]
     vectors = (rstd.new_empty(width if present else 0) for present in (weight is not None, has_bias))
     return total.new_empty(total.shape), *vectors
 
 
-def _setup(ctx, inputs, output):
+def _save(ctx, inputs, output):
     x, residual, weight, bias, _, _ = inputs
     total, mean, rstd = output[-3:] if len(output) == 4 else output[2:5]
     ctx.save_for_backward(x if residual is None else total, weight, mean, rstd)
@@ -130,7 +125,7 @@ def _setup(ctx, inputs, output):
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
-def _backward(ctx, *grads):
+def _gradient(ctx, *grads):
     grad, grad_total = (grads[0], grads[1]) if len(grads) == 4 else (grads[5], grads[2])
     total, weight, mean, rstd = ctx.saved_tensors
     grad = torch.zeros_like(total) if grad is None else grad
@@ -141,5 +136,6 @@ def _backward(ctx, *grads):
             grad_bias.to(ctx.bias_dtype) if has_bias else None, None, None)
 
 
-_norm_fwd.register_autograd(_backward, setup_context=_setup)
-_norm_mx_fwd.register_autograd(_backward, setup_context=_setup)
+_norm_fwd = define("norm_fwd", _run_forward, _fake_forward, _save, _gradient)
+_norm_mx_fwd = define("norm_mx_fwd", _run_quantize, _fake_quantize, _save, _gradient)
+_norm_bwd = define("norm_bwd", _run_backward, _fake_backward)

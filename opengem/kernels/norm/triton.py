@@ -12,15 +12,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opengem.kernels.launch import multiprocessors
+from opengem.kernels.launch import kind_of, launch, multiprocessors
 from opengem.kernels.mx.triton import quantize_tile
 
 TILE = 8192  # elements of a tile of the forward, with eight warps
 BACKWARD_TILE = 2048  # the same for the backward, which holds more of them
 BACKWARD_PROGRAMS = 2  # of eight warps an SM
 BACKWARD_STAGES = 4  # tiles under way: the sums over a row would otherwise leave the memory idle
-QUANTIZED_CHUNKS = 4  # of columns, one at a time; wide rows want few CTAs an SM, so that the L2 still has them
-QUANTIZED_STAGES = 1  # chunks under way
+QUANTIZED_WIDTH = 1024  # up to it the fused quantisation keeps 32 whole rows in registers
+QUANTIZED_COLUMNS = 64  # of the 32 rows a warp takes, with two registers a thread for each
+QUANTIZED_STAGES = 3  # tiles under way; two where a residual doubles them
+QUANTIZED_CHUNK = 512  # columns at a time of wider rows
 
 
 @triton.jit
@@ -77,49 +79,106 @@ def _forward(x, residual, weight, bias, y, total, mean_out, rstd_out, rows, widt
     _store_statistics(mean_out, rstd_out, row, rows, mean, rstd, CENTERED)
 
 
+@triton.jit
+def _load_chunk(x, residual, total, row, rows, start, width, RESIDUAL: tl.constexpr, CHUNK: tl.constexpr,
+                WHOLE: tl.constexpr):
+    columns = start + tl.arange(0, CHUNK)
+    mask = (row < rows)[:, None]
+    if not WHOLE:
+        mask &= (columns < width)[None, :]
+    pointer = row[:, None] * width + columns[None, :]
+    values = tl.load(x + pointer, mask=mask, other=0.0)
+    if RESIDUAL:
+        added = values.to(tl.float32) + tl.load(residual + pointer, mask=mask, other=0.0).to(tl.float32)
+        values = added.to(x.dtype.element_ty)
+        tl.store(total + pointer, values, mask=mask)
+    return values
+
+
+@triton.jit
+def _join(mean, squares, values, start, width, CENTERED: tl.constexpr, CHUNK: tl.constexpr):
+    """Statistics of the columns before `start` joined with those of a chunk (Chan, Golub and LeVeque)."""
+    values = values.to(tl.float32)
+    if CENTERED:
+        count = tl.minimum(width - start, CHUNK).to(tl.float32)
+        middle = tl.sum(values, 1) / count
+        inside = (start + tl.arange(0, CHUNK) < width)[None, :]
+        values = tl.where(inside, values - middle[:, None], 0.0)
+        share = count / (start + count)
+        squares += (middle - mean) * (middle - mean) * start * share
+        mean += (middle - mean) * share
+    return mean, squares + tl.sum(values * values, 1)
+
+
+@triton.jit
+def _quantize_chunk(values, mean, rstd, weight, bias, data, scale, row, rows, start, width, block_row,
+                    WEIGHT: tl.constexpr, BIAS: tl.constexpr, CENTERED: tl.constexpr, CHUNK: tl.constexpr,
+                    WHOLE: tl.constexpr, ASSEMBLY: tl.constexpr):
+    columns = start + tl.arange(0, CHUNK)
+    kind: tl.constexpr = values.dtype
+    values = values.to(tl.float32)
+    if CENTERED:
+        values = values - mean[:, None]
+    values = _affine(values * rstd[:, None], weight, bias, columns, width, WEIGHT, BIAS)
+    mask = (row < rows)[:, None]
+    if not WHOLE:
+        mask &= (columns < width)[None, :]
+    if CENTERED or BIAS:
+        values = tl.where(mask, values, 0.0)
+    scaled, exponent = quantize_tile(values, kind, CHUNK, ASSEMBLY)
+    tl.store(data + row[:, None] * width + columns[None, :], scaled.to(data.dtype.element_ty), mask=mask)
+    used = tl.cdiv(width, 32)
+    block = start // 32 + tl.arange(0, CHUNK // 32)
+    tl.store(scale + block_row * used + block, exponent.to(tl.uint8), mask=block < used)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _forward_mx(x, residual, weight, bias, data, scale, total, mean_out, rstd_out, rows, width, eps,
                 CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-                CHUNK: tl.constexpr, STAGES: tl.constexpr):
-    """A program takes 32 rows twice: for their statistics, then to scale blocks of 32 columns (as `mx.reference` does).
+                CHUNK: tl.constexpr, WHOLE: tl.constexpr, ASSEMBLY: tl.constexpr, STAGES: tl.constexpr):
+    """A program walks over tiles of 32 whole rows, the next ones under way: takes their statistics, then scales blocks
+    of 32 columns as `mx.reference` does."""
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, 32), tl.num_programs(0), num_stages=STAGES):
+        block_row = tl.cast(tile, tl.int64)
+        row = block_row * 32 + tl.arange(0, 32)
+        values = _load_chunk(x, residual, total, row, rows, 0, width, RESIDUAL, CHUNK, WHOLE)
+        _, mean, rstd = _normalised(values.to(tl.float32), tl.arange(0, CHUNK), width, eps, CENTERED)
+        _store_statistics(mean_out, rstd_out, row, rows, mean, rstd, CENTERED)
+        _quantize_chunk(values, mean, rstd, weight, bias, data, scale, row, rows, 0, width, block_row, WEIGHT, BIAS,
+                        CENTERED, CHUNK, WHOLE, ASSEMBLY)
 
-    The second time goes from the last columns to the first and finds the rows in cache. Statistics of a chunk of
-    columns join those of the chunks before it (Chan, Golub and LeVeque), so no mean is subtracted from a square.
+
+@triton.jit(do_not_specialize=["rows"])
+def _forward_mx_wide(x, residual, weight, bias, data, scale, total, mean_out, rstd_out, rows, width, eps,
+                     CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+                     CHUNK: tl.constexpr, WHOLE: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """A program takes 32 rows: their statistics, then blocks of 32 columns scaled as `mx.reference` does.
+
+    The last chunk of columns stays in registers; those before it are read a second time, the latest first.
     """
-    row = tl.program_id(0).to(tl.int64) * 32 + tl.arange(0, 32)
+    block_row = tl.program_id(0).to(tl.int64)
+    row = block_row * 32 + tl.arange(0, 32)
     mean = tl.zeros([32], tl.float32)
     squares = tl.zeros([32], tl.float32)
-    for start in tl.range(0, width, CHUNK, num_stages=STAGES):
-        columns = start + tl.arange(0, CHUNK)
-        mask = (row < rows)[:, None] & (columns < width)[None, :]
-        values = _load_sum(x, residual, total, row[:, None] * width + columns[None, :], mask, RESIDUAL)
-        if CENTERED:
-            count = tl.minimum(width - start, CHUNK).to(tl.float32)
-            middle = tl.sum(values, 1) / count
-            values = tl.where(mask, values - middle[:, None], 0.0)
-            share = count / (start + count)
-            squares += (middle - mean) * (middle - mean) * start * share
-            mean += (middle - mean) * share
-        squares += tl.sum(values * values, 1)
+    last = (width - 1) // CHUNK * CHUNK
+    for start in range(0, last, CHUNK):
+        values = _load_chunk(x, residual, total, row, rows, start, width, RESIDUAL, CHUNK, WHOLE)
+        mean, squares = _join(mean, squares, values, start, width, CENTERED, CHUNK)
+    values = _load_chunk(x, residual, total, row, rows, last, width, RESIDUAL, CHUNK, WHOLE)
+    mean, squares = _join(mean, squares, values, last, width, CENTERED, CHUNK)
     rstd = tl.rsqrt(squares / width + eps)
     _store_statistics(mean_out, rstd_out, row, rows, mean, rstd, CENTERED)
-    source = total if RESIDUAL else x
-    if RESIDUAL:
+    _quantize_chunk(values, mean, rstd, weight, bias, data, scale, row, rows, last, width, block_row, WEIGHT, BIAS,
+                    CENTERED, CHUNK, WHOLE, ASSEMBLY)
+    if last > 0:
         tl.debug_barrier()  # other threads read what this one wrote
-    chunks = tl.cdiv(width, CHUNK)
-    used = tl.cdiv(width, 32)
-    for back in tl.range(0, chunks, num_stages=STAGES):
-        start = (chunks - 1 - back) * CHUNK
+    for back in range(0, last // CHUNK):
+        start = (last // CHUNK - 1 - back) * CHUNK
         columns = start + tl.arange(0, CHUNK)
-        mask = (row < rows)[:, None] & (columns < width)[None, :]
-        pointer = row[:, None] * width + columns[None, :]
-        values = tl.load(source + pointer, mask=mask, other=0.0).to(tl.float32)
-        unit = _affine((values - mean[:, None]) * rstd[:, None], weight, bias, columns, width, WEIGHT, BIAS)
-        rounded = unit.to(x.dtype.element_ty).to(tl.float32)
-        scaled, exponent = quantize_tile(tl.where(mask, rounded, 0.0), CHUNK)
-        tl.store(data + pointer, scaled.to(data.dtype.element_ty), mask=mask)
-        block = start // 32 + tl.arange(0, CHUNK // 32)
-        tl.store(scale + tl.program_id(0).to(tl.int64) * used + block, exponent.to(tl.uint8), mask=block < used)
+        values = tl.load((total if RESIDUAL else x) + row[:, None] * width + columns[None, :],
+                         mask=(row < rows)[:, None], other=0.0)
+        _quantize_chunk(values, mean, rstd, weight, bias, data, scale, row, rows, start, width, block_row, WEIGHT,
+                        BIAS, CENTERED, CHUNK, WHOLE, ASSEMBLY)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -162,9 +221,10 @@ def _backward(grad, grad_total, total, weight, mean_in, rstd_in, grad_x, grad_we
         tl.store(grad_bias + share, tl.sum(bias_share, 0), mask=inside)
 
 
-def _options(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, centered: bool) -> dict:
-    return {"CENTERED": centered, "RESIDUAL": residual is not None, "WEIGHT": weight is not None,
-            "BIAS": bias is not None, "WIDTH": triton.next_power_of_2(x.shape[1])}
+def _inputs(x: Tensor, *optional: Tensor | None) -> tuple[list[Tensor], tuple | None, tuple[bool, ...]]:
+    """x and the optional inputs for a kernel, x in place of those left out; the key of its launch; which are there."""
+    tensors = [x if y is None else y.contiguous() for y in optional]
+    return [x, *tensors], kind_of(x, *tensors, facts=(x.shape[1],)), tuple(y is not None for y in optional)
 
 
 def _row_outputs(x: Tensor, residual: Tensor | None, centered: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -179,13 +239,12 @@ def norm_forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias
     x = x.contiguous()
     rows, width = x.shape
     y, (total, mean, rstd) = x.new_empty(x.shape), _row_outputs(x, residual, centered)
-    options = _options(x, residual, weight, bias, centered)
-    tile_rows = max(1, TILE // options["WIDTH"])
+    tensors, key, present = _inputs(x, residual, weight, bias)
+    padded = triton.next_power_of_2(width)
+    tile_rows = max(1, TILE // padded)
     if rows:
-        _forward[(triton.cdiv(rows, tile_rows),)](
-            x, x if residual is None else residual.contiguous(), x if weight is None else weight.contiguous(),
-            x if bias is None else bias.contiguous(), y, total, mean, rstd, rows, width, eps, **options,
-            ROWS=tile_rows, num_warps=8)
+        launch(_forward, (triton.cdiv(rows, tile_rows), 1, 1), key, (*tensors, y, total, mean, rstd, rows, width, eps),
+               (centered, *present, tile_rows, padded), warps=8)
     return y, total, mean, rstd
 
 
@@ -197,13 +256,18 @@ def norm_quantize_forward(x: Tensor, residual: Tensor | None, weight: Tensor | N
     data = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
     scale = x.new_empty((-(-rows // 32), -(-width // 32)), dtype=torch.uint8)
     total, mean, rstd = _row_outputs(x, residual, centered)
-    options = _options(x, residual, weight, bias, centered)
-    chunk = min(max(options.pop("WIDTH") // QUANTIZED_CHUNKS, 128), 512)
-    if rows:
-        _forward_mx[(scale.shape[0],)](
-            x, x if residual is None else residual.contiguous(), x if weight is None else weight.contiguous(),
-            x if bias is None else bias.contiguous(), data, scale, total, mean, rstd, rows, width, eps, **options,
-            CHUNK=chunk, STAGES=QUANTIZED_STAGES, num_warps=chunk // 32, maxnreg=128)
+    tensors, key, present = _inputs(x, residual, weight, bias)
+    arguments = (*tensors, data, scale, total, mean, rstd, rows, width, eps)
+    padded, blocks = max(triton.next_power_of_2(width), 32), scale.shape[0]
+    chunk = min(padded, QUANTIZED_WIDTH if padded <= QUANTIZED_WIDTH else QUANTIZED_CHUNK)
+    constants = (centered, *present, chunk, width % chunk == 0, x.is_cuda)
+    options = {"warps": max(1, chunk // QUANTIZED_COLUMNS), "registers": 2 * QUANTIZED_COLUMNS}
+    if rows and padded <= QUANTIZED_WIDTH:
+        stages = QUANTIZED_STAGES if residual is None else 2
+        programs = max(1, QUANTIZED_WIDTH // padded) * multiprocessors(x.device)
+        launch(_forward_mx, (min(blocks, programs), 1, 1), key, arguments, (*constants, stages), **options)
+    elif rows:
+        launch(_forward_mx_wide, (blocks, 1, 1), key, arguments, constants, **options)
     return data, scale, total, mean, rstd
 
 
@@ -213,16 +277,16 @@ def norm_backward(grad: Tensor, grad_total: Tensor | None, total: Tensor, weight
     total = total.contiguous()
     rows, width = total.shape
     grad_x = total.new_empty(total.shape)
-    options = _options(total, grad_total, weight, None, mean.numel() > 0) | {"BIAS": has_bias}
-    tile_rows = max(1, BACKWARD_TILE // options["WIDTH"])
-    warps = min(max(8, options["WIDTH"] // 256), 16)
+    padded = triton.next_power_of_2(width)
+    tile_rows = max(1, BACKWARD_TILE // padded)
+    warps = min(max(8, padded // 256), 16)
     programs = min(triton.cdiv(rows, tile_rows), BACKWARD_PROGRAMS * 8 // warps * multiprocessors(total.device))
     shares = [rstd.new_empty(programs if used else 0, width) for used in (weight is not None, has_bias)]
+    (total, grad, grad_total, scale), key, present = _inputs(total, grad, grad_total, weight)
     if rows:
-        _backward[(programs,)](
-            grad.contiguous(), total if grad_total is None else grad_total.contiguous(), total,
-            total if weight is None else weight.contiguous(), mean, rstd, grad_x, *shares, rows, width, **options,
-            ROWS=tile_rows, STAGES=BACKWARD_STAGES, num_warps=warps)
+        launch(_backward, (programs, 1, 1), key,
+               (grad, grad_total, total, scale, mean, rstd, grad_x, *shares, rows, width),
+               (mean.numel() > 0, *present[1:], has_bias, tile_rows, padded, BACKWARD_STAGES), warps=warps)
     vectors = [share.sum(0) if used else rstd.new_empty(0)
                for share, used in zip(shares, (weight is not None, has_bias), strict=True)]
     return grad_x, vectors[0], vectors[1]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from opengem.kernels import backend
+from opengem.kernels.custom_op import define
 from opengem.kernels.jagged_ops.check import check_offsets, host_readable
 from opengem.kernels.rope import reference
 
@@ -66,8 +67,7 @@ def check_rope(op: str, offsets: Tensor, cos: Tensor, sin: Tensor, head_dim: int
         )
 
 
-@torch.library.custom_op("opengem::rope", mutates_args=())
-def _rope(x: Tensor, offsets: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
+def _run(x: Tensor, offsets: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
     kind = backend.implementation("rope", x.device, dtype=x.dtype, head_dim=x.shape[2])
     if kind == "reference":
         return reference.rope(x, offsets, cos, sin, interleaved, inverse)
@@ -76,19 +76,18 @@ def _rope(x: Tensor, offsets: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
     return triton.rope(x, offsets, cos, sin, interleaved, inverse)
 
 
-@_rope.register_fake
-def _(x, offsets, cos, sin, interleaved, inverse):
+def _fake(x, *_):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _setup(ctx, inputs, output):
+def _save(ctx, inputs, output):
     _, offsets, cos, sin, interleaved, inverse = inputs
     ctx.save_for_backward(offsets, cos, sin)
     ctx.interleaved, ctx.inverse = interleaved, inverse
 
 
-def _backward(ctx, grad):
+def _gradient(ctx, grad):
     return _rope(grad, *ctx.saved_tensors, ctx.interleaved, not ctx.inverse), None, None, None, None, None
 
 
-_rope.register_autograd(_backward, setup_context=_setup)
+_rope = define("rope", _run, _fake, _save, _gradient)

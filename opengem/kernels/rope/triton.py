@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from opengem.kernels.jagged_ops.triton import samples_of, steps_for
+from opengem.kernels.launch import kind_of, launch
 
 TILE = 2048  # pairs a program of four warps rotates: four 16-byte loads a thread
 
@@ -61,8 +62,9 @@ def rope(x: Tensor, offsets: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
     x = x if x.stride(2) == 1 else x.contiguous()
     padded_heads = triton.next_power_of_2(heads)
     tile_rows = max(1, TILE // (padded_heads * dim // 2))
-    _rope[(triton.cdiv(rows, tile_rows),)](
-        x, offsets, cos.contiguous(), sin.contiguous(), out, rows, batch, steps_for(batch), cos.shape[0], heads,
-        x.stride(0), x.stride(1), INVERSE=inverse, INTERLEAVED=interleaved, ROWS=tile_rows, HEADS=padded_heads,
-        HALF=dim // 2, num_warps=4)
+    cos, sin = cos.contiguous(), sin.contiguous()
+    launch(_rope, (triton.cdiv(rows, tile_rows), 1, 1),
+           kind_of(x, offsets, cos, sin, facts=(heads, *x.stride()[:2])),
+           (x, offsets, cos, sin, out, rows, batch, steps_for(batch), cos.shape[0], heads, *x.stride()[:2]),
+           (inverse, interleaved, tile_rows, padded_heads, dim // 2))
     return out

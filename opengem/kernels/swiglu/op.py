@@ -6,10 +6,10 @@ tensor, so that one product makes them and one gradient tensor goes back into it
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from opengem.kernels import backend
+from opengem.kernels.custom_op import define
 from opengem.kernels.swiglu import reference
 
 
@@ -31,32 +31,29 @@ def _implementation(x: Tensor):
     return triton
 
 
-@torch.library.custom_op("opengem::swiglu_fwd", mutates_args=())
-def _swiglu_fwd(x: Tensor) -> Tensor:
+def _run_forward(x: Tensor) -> Tensor:
     return _implementation(x).swiglu_forward(x)
 
 
-@torch.library.custom_op("opengem::swiglu_bwd", mutates_args=())
-def _swiglu_bwd(grad: Tensor, x: Tensor) -> Tensor:
+def _run_backward(grad: Tensor, x: Tensor) -> Tensor:
     return _implementation(x).swiglu_backward(grad, x)
 
 
-@_swiglu_fwd.register_fake
-def _(x):
+def _fake_forward(x):
     return x.new_empty(x.shape[0], x.shape[1] // 2)
 
 
-@_swiglu_bwd.register_fake
-def _(grad, x):
+def _fake_backward(grad, x):
     return x.new_empty(x.shape)
 
 
-def _setup(ctx, inputs, output):
+def _save(ctx, inputs, output):
     ctx.save_for_backward(*inputs)
 
 
-def _backward(ctx, grad):
+def _gradient(ctx, grad):
     return _swiglu_bwd(grad, *ctx.saved_tensors)
 
 
-_swiglu_fwd.register_autograd(_backward, setup_context=_setup)
+_swiglu_fwd = define("swiglu_fwd", _run_forward, _fake_forward, _save, _gradient)
+_swiglu_bwd = define("swiglu_bwd", _run_backward, _fake_backward)

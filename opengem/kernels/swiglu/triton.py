@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from opengem.kernels.launch import kind_of, launch
+
 TILE = 2048  # elements of gate a program of four warps takes
 
 
@@ -43,8 +45,8 @@ def _launch(kernel, *tensors: Tensor, width: int) -> None:
     columns = min(triton.next_power_of_2(width), 1024)
     rows, tile_rows = tensors[0].shape[0], max(1, TILE // columns)
     if rows and width:
-        kernel[(triton.cdiv(rows, tile_rows) * triton.cdiv(width, columns),)](
-            *tensors, rows, width, ROWS=tile_rows, COLUMNS=columns, num_warps=4)
+        launch(kernel, (triton.cdiv(rows, tile_rows) * triton.cdiv(width, columns), 1, 1),
+               kind_of(*tensors, facts=(width,)), (*tensors, rows, width), (tile_rows, columns))
 
 
 def swiglu_forward(x: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""The block attention kernels against the reference: on a GPU in 16 bit, in Triton's interpreter in fp32."""
+"""The block attention kernels against the reference: on a GPU in 16 bit, in Triton's interpreter in fp32.
+
+On a GPU both are tested against it, and what holds for one kernel alone is shown of the one that runs there."""
 
 import pytest
 import torch
@@ -10,6 +12,9 @@ from tests.kernels.aot import assert_on_tensor_cores, compile_ahead
 from tests.kernels.block.test_op import SAME, naive
 from tests.kernels.grid import LENGTHS, fused_views, offsets
 from tests.kernels.interpret import DEVICE, DTYPES, GPU, capture, close_to, needs_kernels
+
+BEST = "gluon" if GPU and torch.cuda.get_device_capability() == (9, 0) else "triton"
+KINDS = sorted({BEST, "triton"})
 
 
 def tables(rotation, dim, positions=800):
@@ -59,11 +64,11 @@ def test_matches_the_reference(name, dim, rotation, dtype, poisoned_empty):
     views = fused_views(sum(lengths), heads, dim, DEVICE, dtype)
     rope = tables(rotation, dim)
     seed = torch.randn(sum(lengths), heads, dim, device=DEVICE).to(dtype)
-    got = run("triton", views, lengths, seed, rope)
     plain = step_by_step(views, lengths, seed, rope)
     exact = run("reference", [x.double() for x in views], lengths, seed.double(), rope)
-    for triple in zip(got, exact, plain, strict=True):
-        close_to(*triple)
+    for kind in KINDS:
+        for triple in zip(run(kind, views, lengths, seed, rope), exact, plain, strict=True):
+            close_to(*triple)
 
 
 @pytest.mark.gpu
@@ -73,11 +78,11 @@ def test_same_bits_every_run_and_whatever_the_batch_mates(rotation):
     views = fused_views(sum(lengths), 4, 128, DEVICE, torch.bfloat16)
     rope = tables(rotation, 128)
     seed = torch.randn(sum(lengths), 4, 128, device=DEVICE).bfloat16()
-    first = run("triton", views, lengths, seed, rope)
+    first = run(BEST, views, lengths, seed, rope)
     for _ in range(5):
-        for a, b in zip(first, run("triton", views, lengths, seed, rope), strict=True):
+        for a, b in zip(first, run(BEST, views, lengths, seed, rope), strict=True):
             assert torch.equal(a, b)
-    alone = run("triton", [x[164:864] for x in views], [700], seed[164:864], rope)
+    alone = run(BEST, [x[164:864] for x in views], [700], seed[164:864], rope)
     for a, b in zip(first, alone, strict=True):
         assert torch.equal(a[164:864], b)
 
@@ -91,8 +96,8 @@ def test_rows_behind_the_last_offset_are_zero(poisoned_empty):
             x[100:] = float("nan")
         seed = torch.full((100 + spare, 2, 64), float("nan"), device=DEVICE).bfloat16()
         seed[:100] = 1
-        padded = run("triton", views, [70, 30], seed, None)
-        exact = run("triton", [x[:100] for x in views], [70, 30], seed[:100], None)
+        padded = run(BEST, views, [70, 30], seed, None)
+        exact = run(BEST, [x[:100] for x in views], [70, 30], seed[:100], None)
         for a, b in zip(padded, exact, strict=True):
             assert torch.equal(a[:100], b) and bool((a[100:] == 0).all())
 
@@ -103,7 +108,7 @@ def test_positions_up_to_65536(rotation):
     views = fused_views(65_536, 1, 64, DEVICE, torch.bfloat16)
     rope = tables(rotation, 64, 70_000)
     seed = torch.randn(65_536, 1, 64, device=DEVICE).bfloat16()
-    got, plain = (run(kind, views, [65_536], seed, rope) for kind in ("triton", "reference"))
+    got, plain = (run(kind, views, [65_536], seed, rope) for kind in (BEST, "reference"))
     exact = run("reference", [x.double() for x in views], [65_536], seed.double(), rope)
     for triple in zip(got, exact, plain, strict=True):
         close_to(*triple)
@@ -117,7 +122,7 @@ def test_rows_beyond_2_to_the_31_elements():
     views = [store[:, i * 128 : (i + 1) * 128].unflatten(1, (2, 64)) for i in range(3)]
     lengths = [1_048_576, 128]
     seed = torch.ones(sum(lengths), 2, 64, device=DEVICE, dtype=torch.bfloat16)
-    got = run("triton", views, lengths, seed, None)
+    got = run(BEST, views, lengths, seed, None)
     want = run("reference", [x[-128:] for x in views], [128], seed[-128:], None)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a[-128:], b, rtol=2e-2, atol=2e-2)
@@ -156,15 +161,17 @@ def test_no_sync_cuda_graph_and_compile():
 @pytest.mark.gpu
 def test_new_batch_sizes_compile_nothing():
     """Token and sample counts are ordinary arguments: 5 batches after a warm-up add no kernel variant."""
-    from opengem.kernels.block import triton
+    from opengem.kernels.block import gluon_sm90, triton
+
+    kernels = gluon_sm90 if BEST == "gluon" else triton
 
     def variants():
-        return sum(len(cache[0]) for cache in triton._forward.device_caches.values())
+        return sum(len(cache[0]) for cache in kernels._forward.device_caches.values())
 
     counts = []
     for lengths in ([64] * 16, [5], [3, 9, 1], [64, 64], [1] * 33, [100] * 7):
         views = fused_views(sum(lengths), 2, 64, DEVICE, torch.bfloat16)
-        run("triton", views, lengths, torch.ones(sum(lengths), 2, 64, device=DEVICE).bfloat16(), None, 128)
+        run(BEST, views, lengths, torch.ones(sum(lengths), 2, 64, device=DEVICE).bfloat16(), None, 128)
         counts.append(variants())
     assert counts[1:] == counts[:1] * 5
 
@@ -177,14 +184,32 @@ def test_compiles_ahead_of_time(direction, dim, rope, capability):
     from opengem.kernels.block import triton
 
     names = ["q", "k", "v", "out"] if direction == "forward" else ["grad", "q", "k", "v", "grad_q", "grad_k", "grad_v"]
-    types = {**dict.fromkeys(names, "*bf16"), "offsets": "*i64", "turns": "*i32", "scale": "fp32"}
+    types = {**dict.fromkeys(names, "*bf16"), "place": "*i64", "turns": "*i32", "scale": "fp32"}
     strides = [f"{n}_{s}" for n in ("grad", "q", "k", "v", "out") for s in ("row", "head")]
     strides = strides if direction == "backward" else strides[2:]
-    types |= dict.fromkeys([*strides, "rows", "batch", "positions", "heads"], "i32")
+    types |= dict.fromkeys([*strides, "positions", "heads"], "i32")
     constants = {"BLOCK": 64, "HALF": dim // 2, "ROPE": rope, "INTERLEAVED": False}
     found = compile_ahead(f"opengem.kernels.block.triton:_{direction}", types, constants, capability=capability,
-                          aligned=tuple(strides), num_stages=1, **triton.CONFIGS[direction, dim, rope])
+                          aligned=tuple(strides), num_stages=1, num_warps=4,
+                          maxnreg=triton.REGISTERS[direction, dim])
     assert_on_tensor_cores(found)
+
+
+@pytest.mark.parametrize(("direction", "dim", "rope", "interleaved"), [
+    ("forward", 128, False, False), ("forward", 128, True, True), ("forward", 64, True, False),
+    ("backward", 128, False, False), ("backward", 128, True, False), ("backward", 64, True, True),
+])
+def test_gluon_compiles_ahead_of_time(direction, dim, rope, interleaved):
+    from opengem.kernels.block import gluon_sm90
+
+    types = {"?_desc": f"bf16[64,{dim // 2}]", "out": "*bf16", "grad_?": "*bf16", "place": "*i64", "turns": "*i32",
+             "scale": "fp32", "positions": "i32", "heads": "i32"}
+    limit = {"maxnreg": gluon_sm90.REGISTERS[dim]} if direction == "backward" else {}
+    found = compile_ahead(f"opengem.kernels.block.gluon_sm90:_{direction}", types,
+                          {"HALF": dim // 2, "ROPE": rope, "INTERLEAVED": interleaved}, num_stages=1, num_warps=4,
+                          **limit)
+    assert_on_tensor_cores(found)
+    assert found["shared"] <= 227 * 1024 // (3 if direction == "backward" else 4) - 1024
 
 
 def test_naive_truth_agrees_with_the_reference_on_this_device():

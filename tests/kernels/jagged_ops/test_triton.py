@@ -83,6 +83,24 @@ def test_rows_behind_the_end_bad_indices_and_truncation(poisoned_empty):
     assert bool((grad[3] == 1).all()) and float(grad.float().sum()) == 64
 
 
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_gradient_of_a_row_used_often_sums_its_uses_in_order(dtype):
+    """Uses arrive in any order; ranking them makes the sum that of ascending uses, whatever the row's popularity."""
+    index = torch.cat([torch.full((300,), 5), torch.arange(40), torch.full((300,), 5)]).to(DEVICE, dtype)
+    grad = rows(640, 8, dtype=DTYPES[0])
+    out = op.gather_rows(rows(64, 8, dtype=DTYPES[0]), index)
+    assert out.shape == (640, 8)
+    with backend.force("triton"):
+        got = op._gather_bwd(grad, index, 64)
+    uses = (index.long() == 5).nonzero()[:, 0]
+    want = torch.zeros(8, device=DEVICE)
+    for use in uses.tolist():
+        want += grad[use].float()
+    assert torch.equal(got[5], want.to(DTYPES[0])) and torch.equal(got[:5], grad[300:305])
+    assert bool((got[40:] == 0).all())
+
+
 @pytest.mark.gpu
 def test_padding_beyond_2_to_the_31_elements():
     """(B - 1) * L * D above 2^31: the last sample still lands in its place."""
@@ -124,7 +142,7 @@ def test_same_bits_every_run_and_no_sync():
 def test_sum_of_uses_compiles_ahead_of_time(columns):
     """With the mask built from the loop counter Triton 3.6 and 3.7 could not compile these tiles."""
     pytest.importorskip("triton")
-    types = dict.fromkeys(("grad", "out"), "*bf16") | dict.fromkeys(("order", "starts"), "*i64")
+    types = dict.fromkeys(("grad", "out"), "*bf16") | dict.fromkeys(("order", "ends", "counts"), "*i32")
     found = compile_ahead(
         "opengem.kernels.jagged_ops.triton:_sum_uses", types | dict.fromkeys(("rows", "width"), "i32"),
         {"ROWS": 4096 // columns, "COLUMNS": columns}, aligned=("width",), num_warps=4, num_stages=3)

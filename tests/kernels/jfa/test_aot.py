@@ -25,19 +25,20 @@ def portable(kernel: str, dim: int, *, capability: int = 90, pair: bool = False,
                aligned=("*_stride", "*_head"), num_warps=tile.warps, num_stages=tile.stages)
 
 
-def hopper(kernel: str, dim: int, *, causal: bool = False, keys_own: bool = False) -> dict:
+def hopper(kernel: str, dim: int, *, causal: bool = False) -> dict:
     """job of a Gluon kernel."""
     from opengem.kernels.jfa import gluon_sm90 as forward
     from opengem.kernels.jfa import gluon_sm90_backward as backward
 
-    module = forward if kernel == "forward" else backward
-    constants = {"GROUP": 1, "HEAD_DIM": dim, "STAGES": module.STAGES[dim], "Q_STAGES": 1, "KEYS": forward.KEYS,
-                 "STREAM": backward.STREAM, "KEYS_OWN": keys_own}
-    constants |= dict.fromkeys(["HAS_LEFT", "HAS_BEFORE"], False) | dict.fromkeys(["HAS_RIGHT", "HAS_AFTER"], causal)
-    rows = {"q_desc": 64, "stay?_desc": 64, "[kv]_desc": forward.KEYS, "pass?_desc": backward.STREAM}
-    types = {name: f"bf16[{count},{dim}]" for name, count in rows.items()} | TYPES
-    name = "forward" if kernel == "forward" else "backward"
-    return job(f"{module.__name__}:_{name}_kernel", types, constants, num_warps=4)
+    back = kernel == "backward"
+    module, keys = (backward, backward.KEYS) if back else (forward, forward.KEYS)
+    constants = {"GROUP": 1, "HAS_LEFT": False, "HAS_RIGHT": causal, "HEAD_DIM": dim, "KEYS": keys,
+                 "ITEMS": forward.ITEMS, "QUERIES": backward.QUERIES,
+                 "STAGES": backward.STAGES[dim] if back else forward.RING_ROWS[dim] // keys}
+    types = {"stats_desc": f"tensordesc<fp32[2,{backward.QUERIES}],{backward.plain()!r}>"}
+    types |= dict.fromkeys(("q_desc", "do_desc"), f"bf16[1,1,64,{dim}]")
+    types |= {"*_desc": f"bf16[1,1,{keys},{dim}]", "counters_ptr": "*i32", "scratch_ptr": "*fp32"} | TYPES
+    return job(f"{module.__name__}:_{kernel}_kernel", types, constants, num_warps=8 if back else 4)
 
 
 CASES = {  # name -> (function and arguments that make the job, bytes of spills allowed)
@@ -46,8 +47,8 @@ CASES = {  # name -> (function and arguments that make the job, bytes of spills 
     "triton forward with a pair bias": (portable, ["forward", 64], {"pair": True}, 64),
     "triton forward on Blackwell": (portable, ["forward", 128], {"capability": 100}, 0),
     "gluon forward": (hopper, ["forward", 128], {}, 0),
-    "gluon dq": (hopper, ["backward", 128], {"causal": True}, 0),
-    "gluon dk, dv": (hopper, ["backward", 64], {"causal": True, "keys_own": True}, 0),
+    "gluon backward": (hopper, ["backward", 128], {}, 1024),
+    "gluon backward, causal": (hopper, ["backward", 64], {"causal": True}, 1024),  # none with Triton 3.6
 }
 
 
