@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
 
+from opengem import mesh
 from opengem.errors import UserError
 
 MARKER = "COMPLETE"
@@ -22,25 +23,30 @@ MARKER = "COMPLETE"
 def save(folder: Path, step: int, state: dict, keep: int) -> Path:
     """Write `state` (nested dict of tensors and plain values) as `folder/step-<step>`; keep the newest `keep`.
 
+    Collective: every process writes what it holds, and one what they hold alike, into a folder that all of them see.
     Raises UserError when the disk is full or not writable; earlier checkpoints are untouched then.
     """
     target, building = folder / f"step-{step:09d}", folder / f".step-{step:09d}.building"
+    first = mesh.rank() == 0
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(building, ignore_errors=True)
+        if first:
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(building, ignore_errors=True)
+        mesh.barrier()
         with redirect_stderr(io.StringIO()):  # "torch.distributed is not initialised": one process is a legal job
             dcp.save(state, checkpoint_id=building)
-        (building / MARKER).write_text(f"{step}\n")
-        shutil.rmtree(target, ignore_errors=True)
-        building.rename(target)
+        if first:
+            (building / MARKER).write_text(f"{step}\n")
+            shutil.rmtree(target, ignore_errors=True)
+            building.rename(target)
+            for old in complete(folder)[:-keep]:
+                shutil.rmtree(old, ignore_errors=True)
     except (OSError, dcp.api.CheckpointException, RuntimeError) as error:
         shutil.rmtree(building, ignore_errors=True)
         raise UserError(
             f"checkpoint of step {step} could not be written to {folder}: {_cause(error)}; free some space or choose "
             "another --out. The last complete checkpoint is intact and `--resume auto` continues from it"
         ) from error
-    for old in complete(folder)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
     return target
 
 

@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import importlib
 import io
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -32,6 +33,7 @@ HELP = """usage: opengem COMMAND ...
   data KIND --out DIR ...         make a data set; KIND is synthetic, completejourney, online-retail, openbandit, import
   train RECIPE --data DIR --out RUN [--steps N] [--resume auto|never|PATH] [--section.field VALUE ...]
                                   train; RECIPE is tiny, small, medium, large or a config.json
+                                  torchrun --nproc-per-node N -m opengem train ... is the same job on N processes
   train RECIPE --print-config     print the configuration as JSON, which is a RECIPE itself
   evaluate RUN --data DIR         score splits with the newest checkpoint
   predict RUN --data DIR --out FILE.parquet
@@ -190,6 +192,8 @@ def _train(arguments: list[str]) -> None:
     from opengem.train import train
 
     summary = train(config, options.data, options.out, options.resume, options.baselines)
+    if not summary:
+        return  # one of several processes, and not the one that reports
     _print_splits(summary["splits"], summary["baselines"])
     _print_speed(summary)
     print(f"report: {report.write([options.out])}")
@@ -216,18 +220,24 @@ def load_recipe(name: str) -> Config:
 
 def _evaluate(arguments: list[str]) -> None:
     options = _parse(Evaluate, arguments, "opengem evaluate")
+    from opengem import mesh
     from opengem.data.labels import base_rates
     from opengem.evaluate import evaluate_split
-    from opengem.job import open_run
+    from opengem.job import open_run, pick_device, run_config
 
-    job = open_run(options.run, options.data)
-    rates = base_rates(options.data, job.schema, job.config.data.train_split)
-    for split in options.split or job.config.data.eval_splits:
-        _print_splits({split: evaluate_split(job, options.data, split, rates, options.progressive)}, {})
+    with mesh.joined(pick_device(run_config(options.run))[0].type):
+        job = open_run(options.run, options.data)
+        rates = base_rates(options.data, job.schema, job.config.data.train_split)
+        for split in options.split or job.config.data.eval_splits:
+            results = evaluate_split(job, options.data, split, rates, options.progressive)
+            if results:
+                _print_splits({split: results}, {})
 
 
 def _predict(arguments: list[str]) -> None:
     options = _parse(Predict, arguments, "opengem predict")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("predict writes one file: start it on one process, without torchrun")
     from opengem.evaluate import predict
     from opengem.job import open_run
 

@@ -74,34 +74,27 @@ class SparseConfig:
     """epsilon of row-wise Adagrad"""
     dtype: str = "float32"
     """of stored rows: float32, bfloat16 or float16 (16-bit rows are rounded stochastically)"""
-
-    def __post_init__(self) -> None:
-        _one_of("sparse.dtype", self.dtype, ("float32", "bfloat16", "float16"))
-        for name, low in {"dim": 1, "max_rows": 0, "init_std": 0.0, "lr": 0.0, "eps": 0.0}.items():
-            _at_least(f"sparse.{name}", getattr(self, name), low)
-
-
-@dataclass(frozen=True)
-class ShardedSparseConfig(SparseConfig):
-    """Embedding tables over several processes (`sparse.sharded.shard`)."""
-
     fully_shard: bool = False
-    """split each copy of the tables over the mesh's sparse_replica ranks"""
+    """several processes: split each copy of the tables over the mesh's sparse_replica ranks"""
+    copy_rows: int = 0
+    """several processes: tables of at most this many rows are copied to every process instead of sharded"""
     reads: str = "rows"
     """how fully sharded tables are read: rows (those that are needed) or chunks (all, a chunk at a time)"""
+    chunk_mb: int = 256
+    """most bytes of rows gathered at a time where fully sharded tables are read by chunks"""
     replicas: str = "exact"
     """exact: gradients of all copies are summed, as in one big model; average: each copy steps alone, then they are
     averaged"""
     check_replicas: bool = False
-    """compare all copies of the tables bit for bit after every step (slow)"""
-    chunk_mb: int = 256
-    """most bytes of rows gathered at a time where fully sharded tables are read by chunks"""
+    """compare all copies of the tables and of the dense model bit for bit after every step (slow)"""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        _one_of("sparse.dtype", self.dtype, ("float32", "bfloat16", "float16"))
         _one_of("sparse.replicas", self.replicas, ("exact", "average"))
         _one_of("sparse.reads", self.reads, ("rows", "chunks"))
         _at_least("sparse.chunk_mb", self.chunk_mb, 1)
+        for name, low in {"dim": 1, "max_rows": 0, "copy_rows": 0, "init_std": 0.0, "lr": 0.0, "eps": 0.0}.items():
+            _at_least(f"sparse.{name}", getattr(self, name), low)
 
 
 @dataclass(frozen=True)
@@ -267,6 +260,52 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class MeshSpec:
+    """How many ranks lie on each axis of the job's mesh (`mesh.py`); 0 stands for the ranks that are left."""
+
+    replica: int = 0
+    """copies of the dense model (0: as many as ranks are left)"""
+    shard: int = 1
+    """ranks that share one copy of the dense model (0: all that are left)"""
+    expert: int = 1
+    """ranks inside a shard group that hold different experts; divides shard"""
+    sparse_replica: int = 1
+    """copies of the embedding tables"""
+    sparse_shard: int = 0
+    """ranks that share one copy of the tables (0: all that are left)"""
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            _at_least(f"mesh.{item.name}", getattr(self, item.name), int(item.name in ("expert", "sparse_replica")))
+
+    def resolve(self, world_size: int) -> MeshSpec:
+        """The same spec with every degree set. UserError names the product, the world size and the legal choices."""
+        replica, shard = _fill(world_size, "replica", self.replica, "shard", self.shard)
+        _, sparse_shard = _fill(world_size, "sparse_replica", self.sparse_replica, "sparse_shard", self.sparse_shard)
+        if shard % self.expert:
+            choices = ", ".join(map(str, _divisors(shard)))
+            raise UserError(f"mesh expert = {self.expert} does not divide shard = {shard}; legal: {choices}")
+        return dataclasses.replace(self, replica=replica, shard=shard, sparse_shard=sparse_shard)
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _fill(world_size: int, outer: str, degree: int, inner: str, inner_degree: int) -> tuple[int, int]:
+    """Both degrees, of which at most one was 0; UserError unless their product is the number of ranks."""
+    degree = degree or max(world_size // max(inner_degree, 1), 1)
+    inner_degree = inner_degree or max(world_size // degree, 1)
+    if degree * inner_degree != world_size:
+        choices = ", ".join(f"{d} x {world_size // d}" for d in _divisors(world_size))
+        raise UserError(
+            f"mesh {outer} {degree} x {inner} {inner_degree} = {degree * inner_degree} ranks, but the job has "
+            f"{world_size}; legal {outer} x {inner}: {choices}"
+        )
+    return degree, inner_degree
+
+
+@dataclass(frozen=True)
 class Config:
     """Everything that defines a run besides the data folder and the run folder."""
 
@@ -276,6 +315,7 @@ class Config:
     model: ModelConfig = ModelConfig()
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = TrainConfig()
+    mesh: MeshSpec = MeshSpec()
 
 
 def to_json(config: Config) -> str:

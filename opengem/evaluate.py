@@ -6,8 +6,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from opengem import mesh
 from opengem.data.batch import Batch
 from opengem.data.files import writable
 from opengem.errors import NonFiniteError, UserError
@@ -31,7 +33,7 @@ def score_progressively(job: Job, batches: Iterable[Batch]) -> Iterator[tuple[Ba
         on_device = batch.to(job.device, non_blocking=True)
         logits = job.forward(on_device)
         probabilities = {name: value.detach().float().sigmoid().cpu() for name, value in logits.items()}
-        finite, _ = job.learn(job.loss(logits, on_device))
+        finite, _, _ = job.learn(job.loss(logits, on_device))
         if not finite:
             raise NonFiniteError(f"progressive evaluation: non-finite loss or gradient after {job.step} steps")
         yield batch, probabilities
@@ -40,21 +42,28 @@ def score_progressively(job: Job, batches: Iterable[Batch]) -> Iterator[tuple[Ba
 def evaluate_split(
     job: Job, folder: Path, split: str, rates: dict[str, float | None], progressive: bool = False
 ) -> dict[str, dict]:
-    """label -> metrics of `split` (`metrics.summarize`, plus `calibration_curve`).
+    """label -> metrics of `split` (`metrics.summarize`, plus `calibration_curve`); {} on all processes but the first.
 
     A conditional label is scored on the rows where its condition is 1, with its conditional probability.
     """
     loader = job.loader(folder, split, training=progressive)
     scored = (score_progressively if progressive else score)(job, loader)
-    kept = [(batch.weights, batch.labels, chances) for batch, chances in scored]  # not the histories: they are large
-    weights = torch.cat([weights for weights, _, _ in kept]).numpy()
-    names = [label.name for label in job.schema.labels]
-    labels = {name: torch.cat([labels[name] for _, labels, _ in kept]).numpy() for name in names}
+    kept = [  # not the histories: they are large
+        {"row": batch.rows, "weight": batch.weights}
+        | {f"label {name}": values for name, values in batch.labels.items()}
+        | {f"chance {name}": values for name, values in chances.items()}
+        for batch, chances in scored
+    ]
+    parts = mesh.gather_to_first({name: torch.cat([part[name] for part in kept]).numpy() for name in kept[0]})
+    if parts is None:
+        return {}
+    order = np.argsort(np.concatenate([part["row"] for part in parts]), kind="stable")
+    columns = {name: np.concatenate([part[name] for part in parts])[order] for name in parts[0]}
+    labels = {label.name: columns[f"label {label.name}"] for label in job.schema.labels}
     results = {}
     for label in job.schema.labels:
-        predictions = torch.cat([chances[label.name] for _, _, chances in kept]).numpy()
-        counted = label.counts(labels)
-        scored_rows = (predictions[counted], labels[label.name][counted], weights[counted])
+        predictions, counted = columns[f"chance {label.name}"], label.counts(labels)
+        scored_rows = (predictions[counted], labels[label.name][counted], columns["weight"][counted])
         results[label.name] = summarize(*scored_rows, rates[label.name])
         results[label.name]["calibration_curve"] = calibration_curve(*scored_rows)
     return results

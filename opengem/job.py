@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -10,18 +10,19 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.func import functional_call
 
-from opengem import checkpoint
-from opengem.config import Config, from_json
+from opengem import checkpoint, mesh
+from opengem.config import Config, MeshSpec, from_json
 from opengem.data.batch import Batch
 from opengem.data.columns import nearest
 from opengem.data.loader import Loader, input_features
-from opengem.data.schema import Schema
+from opengem.data.schema import Feature, Schema
 from opengem.data.store import Events
 from opengem.errors import UserError
-from opengem.loss import multi_task_loss
+from opengem.loss import multi_task_loss, task_weights
 from opengem.model.gem import GEM, cast_parameters, stream_config
 from opengem.optim import clip_gradients, dense_optimizer, rate
 from opengem.sparse.collection import EmbeddingCollection
+from opengem.sparse.sharded import shard
 
 
 @dataclass
@@ -51,15 +52,25 @@ class Job:
             return functional_call(self.model, parameters, (batch, self.embeddings(batch)))
 
     def loss(self, logits: dict[str, Tensor], batch: Batch) -> Tensor:
-        optim = self.config.optim
-        return multi_task_loss(logits, batch, self.schema.labels, optim.task_weights, optim.esmm)
+        """This process's part of the loss of the global batch: the parts of all processes add up to it."""
+        optim, labels = self.config.optim, self.schema.labels
+        sums = None
+        if mesh.world_size() > 1:
+            masses = torch.stack([weight.sum() for weight in task_weights(batch, labels, optim.esmm).values()])
+            sums = dict(zip((label.name for label in labels), mesh.sum_over_ranks(masses), strict=True))
+        return multi_task_loss(logits, batch, labels, optim.task_weights, optim.esmm, sums)
 
-    def learn(self, loss: Tensor) -> tuple[bool, Tensor]:
-        """Backward, check, step. Returns (finite, dense gradient norm); nothing is updated when not finite."""
+    def learn(self, loss: Tensor) -> tuple[bool, Tensor, Tensor]:
+        """Backward, check, step. Returns (finite, loss of the global batch, dense gradient norm).
+
+        Nothing is updated when a loss or gradient of any process is not finite.
+        """
         loss.backward()
+        loss = mesh.sum_over_ranks(loss.detach().clone())
         for parameter in self.model.parameters():
             if parameter.grad is None:  # so that every parameter has optimiser state, which a checkpoint needs
                 parameter.grad = torch.zeros_like(parameter)
+        mesh.sum_gradients(self.model.parameters())
         norm = clip_gradients(self.model, self.config.optim.clip_norm)
         finite = bool(torch.isfinite(loss) & torch.isfinite(norm) & self.embeddings.finite())
         if finite:
@@ -69,10 +80,13 @@ class Job:
             self.optimizer.step()
             self.embeddings.step(factor * self.config.sparse.lr)
             self.step += 1
+            if self.config.sparse.check_replicas and mesh.world_size() > 1:
+                whole = torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()])
+                mesh.assert_equal(whole, "the dense parameters")
         else:
             self.embeddings.discard()
         self.optimizer.zero_grad(set_to_none=True)
-        return finite, norm
+        return finite, loss, norm
 
     def loader(self, folder: Path, split: str, training: bool) -> Loader:
         """Batches of one split, in the order training or evaluation reads them."""
@@ -83,7 +97,9 @@ class Job:
             data,
             max_lengths=self.max_lengths,
             split=split,
-            batch_size=data.batch_size if training else data.eval_batch_size,
+            batch_size=data.batch_size if training else data.eval_batch_size * mesh.world_size(),
+            rank=mesh.rank(),
+            world_size=mesh.world_size(),
             seed=self.config.train.seed,
             events=self.events,
         )
@@ -128,7 +144,7 @@ def build(config: Config, schema: Schema) -> Job:
             raise UserError(f"config {field}: {name!r} is not in this data set{nearest(name, known)}")
     torch.manual_seed(config.train.seed)
     features = input_features(schema, config.data)
-    embeddings = EmbeddingCollection(schema, features, config.sparse, device, config.train.seed)
+    embeddings = _embeddings(config, schema, features, device)
     model = GEM(schema, features, config.model, config.sparse.dim).to(device)
     if config.train.compile:
         model.compile()
@@ -136,12 +152,31 @@ def build(config: Config, schema: Schema) -> Job:
     return Job(config, schema, device, dtype, embeddings, model, optimizer)
 
 
-def open_run(run: Path, data: Path) -> Job:
-    """The job of a finished or running run folder, at its newest complete checkpoint."""
+def _embeddings(
+    config: Config, schema: Schema, features: list[Feature], device: torch.device) -> EmbeddingCollection:
+    """All tables here in a job of one process, else sharded over its mesh."""
+    spec = config.mesh.resolve(mesh.world_size())
+    if spec.shard > 1 or spec.expert > 1:
+        raise UserError(
+            f"config mesh.shard = {spec.shard}, mesh.expert = {spec.expert}: training copies the dense model to every "
+            "process and does not split it; set both to 1"
+        )
+    if mesh.world_size() == 1:
+        return EmbeddingCollection(schema, features, config.sparse, device, config.train.seed)
+    return shard(schema, features, config.sparse, device, config.train.seed, mesh.build(spec, device.type))
+
+
+def run_config(run: Path) -> Config:
+    """The config of a run folder."""
     path = Path(run) / "config.json"
     if not path.is_file():
         raise UserError(f"{run} is no run folder (no config.json); give the --out folder of `opengem train`")
-    job = build(from_json(path.read_text(), str(path)), Schema.load(data))
+    return from_json(path.read_text(), str(path))
+
+
+def open_run(run: Path, data: Path) -> Job:
+    """The job of a finished or running run folder, at its newest complete checkpoint, on however many processes."""
+    job = build(replace(run_config(run), mesh=MeshSpec()), Schema.load(data))
     newest = checkpoint.find(Path(run) / "checkpoints")
     if newest is None:
         raise UserError(f"{run} has no complete checkpoint; train it first with `opengem train ... --out {run}`")

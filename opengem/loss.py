@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from opengem import mesh
 from opengem.data.batch import Batch
 from opengem.data.schema import Label
 
@@ -78,8 +79,9 @@ class Meter:
         self.sums += torch.stack(rows)
 
     def read(self) -> dict[str, tuple[float, float, float, float]]:
-        """label -> (weight, loss sum, label sum, prediction sum); one host read."""
-        return {label.name: tuple(row) for label, row in zip(self.labels, self.sums.tolist(), strict=True)}
+        """label -> (weight, loss sum, label sum, prediction sum) of all processes; collective, one host read."""
+        sums = mesh.sum_over_ranks(self.sums.clone()).tolist()
+        return {label.name: tuple(row) for label, row in zip(self.labels, sums, strict=True)}
 
     def reset(self) -> None:
         self.sums.zero_()

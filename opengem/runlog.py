@@ -85,6 +85,19 @@ class RunLog:
             write_whole(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
+class NoLog:
+    """Stands for the `RunLog` in the processes that write nothing."""
+
+    def __enter__(self) -> NoLog:
+        return self
+
+    def __exit__(self, *_) -> None:
+        pass
+
+    def write(self, line: dict) -> None:
+        pass
+
+
 def environment(device: torch.device) -> dict[str, str | int]:
     """Versions and hardware a number was measured with."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()

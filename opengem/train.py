@@ -1,4 +1,4 @@
-"""The training loop: batch, embed, model, loss, backward, check, step, save, report.
+"""The training loop: batch, embed, model, loss, backward, check, step, save, report; on one process or on several.
 
 One pass over time-ordered data with progressive validation: the logged NE of a batch comes from logits computed before
 the step that learns from it. Read `job.py` for what a step does and `checkpoint.py` for what survives a kill.
@@ -7,16 +7,14 @@ the step that learns from it. Read `job.py` for what a step does and `checkpoint
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import zip_longest
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from opengem import baselines, checkpoint
+from opengem import baselines, checkpoint, mesh
 from opengem.config import Config, from_json, to_json
 from opengem.data.batch import Batch
 from opengem.data.labels import base_rates
@@ -26,10 +24,10 @@ from opengem.efficiency import hardware, memory, mfu
 from opengem.efficiency.flops import RunFlops
 from opengem.errors import NonFiniteError, UserError
 from opengem.evaluate import evaluate_split
-from opengem.job import Job, build
+from opengem.job import Job, build, pick_device
 from opengem.loss import Meter
 from opengem.metrics import entropy
-from opengem.runlog import RunLog, environment, peak_memory_bytes
+from opengem.runlog import NoLog, RunLog, environment, peak_memory_bytes
 
 
 def train(config: Config, data: Path, out: Path, resume: str = "auto", with_baselines: bool = True) -> dict:
@@ -38,9 +36,15 @@ def train(config: Config, data: Path, out: Path, resume: str = "auto", with_base
     resume: "auto" continues from the newest complete checkpoint of `out` if there is one; "never" starts over and
     refuses an `out` that holds a run; otherwise the path of a checkpoint to start from. with_baselines: fit the data
     set's baselines on the same splits, so that the summary compares like with like.
+    Under torchrun all its processes train together: each reads its part of every batch, the first one writes the run
+    folder and returns the summary, the others return {}.
     Raises UserError (wrong input) and NonFiniteError (nothing was stepped or saved since the last checkpoint).
     """
-    _refuse_several_processes()
+    with mesh.joined(pick_device(config)[0].type):
+        return _train(config, Path(data), Path(out), resume, with_baselines)
+
+
+def _train(config: Config, data: Path, out: Path, resume: str, with_baselines: bool) -> dict:
     schema = Schema.load(data)
     job = build(config, schema)
     loader = job.loader(data, config.data.train_split, training=True)
@@ -49,22 +53,26 @@ def train(config: Config, data: Path, out: Path, resume: str = "auto", with_base
     steps = len(loader) * config.train.epochs
     job.total_steps = min(config.train.steps or steps, steps)
     rates = base_rates(data, schema, config.data.train_split)
-    flops = RunFlops(job.model.flops, [stream.name for stream in schema.streams])
-    progress = Progress(Meter(schema.labels, job.device), Meter(schema.labels, job.device), flops)
+    first = mesh.rank() == 0
+    progress = Progress.of(job)
     peak = hardware.bf16_peak(hardware.device_name(job.device))
-    source = _find_checkpoint(config, Path(out), resume)
+    peak = peak and peak * mesh.world_size()
+    source = _find_checkpoint(config, out, resume)
     if source is not None:
         progress.load(job.restore(source), job, loader)
-        print(f"resumed from {source} at step {job.step} of {job.total_steps}")
+        if first:
+            print(f"resumed from {source} at step {job.step} of {job.total_steps}")
     describe(job)
+    mesh.barrier()  # all have read the run folder before the first process writes it
 
-    with RunLog(Path(out), to_json(config), job.step, job.total_steps, config.train.progress, peak) as log:
+    options = (job.step, job.total_steps, config.train.progress, peak)
+    with RunLog(out, to_json(config), *options) if first else NoLog() as log:
         job.model.train()
         for batch in _batches(job, loader, progress):
             logits = job.forward(batch)
             loss = job.loss(logits, batch)
             progress.add(logits, batch)
-            finite, norm = job.learn(loss)
+            finite, loss, norm = job.learn(loss)
             if not finite:
                 raise NonFiniteError(_explain(job, loss, norm, batch, out))
             last = job.step == job.total_steps
@@ -73,30 +81,42 @@ def train(config: Config, data: Path, out: Path, resume: str = "auto", with_base
                 log.write(progress.line(job, loss, norm, batch, rates))
             if last or (config.train.save_every and job.step % config.train.save_every == 0):
                 state = job.state(progress.dump(job, loader))
-                checkpoint.save(log.folder / "checkpoints", job.step, state, config.train.keep_checkpoints)
+                checkpoint.save(out / "checkpoints", job.step, state, config.train.keep_checkpoints)
         summary = {"recipe": config.name, "data": schema.name, "steps": job.step, "base_rates": rates}
         summary["splits"] = {name: evaluate_split(job, data, name, rates) for name in config.data.eval_splits}
+        summary |= {"parameters": job.model.num_parameters(), "table_bytes": table_bytes(job)}
+        counts = progress.counts()
+        if not first:
+            return {}
         summary["baselines"] = _baselines(config, data, schema, rates) if with_baselines else {}
-        summary |= {"parameters": job.model.num_parameters(), "table_bytes": job.embeddings.num_bytes()}
-        summary["lengths"] = progress.lengths
-        summary |= log.throughput() | {"environment": environment(job.device)}
-        summary |= _efficiency(progress, summary)
+        summary["lengths"] = counts["lengths"]
+        summary |= log.throughput() | {"processes": mesh.world_size(), "environment": environment(job.device)}
+        summary |= _efficiency(progress, counts, summary)
         log.finish(summary)
     return summary
 
 
 @dataclass
 class Progress:
-    """Where the run stands: sums since the last logged line and before it, samples and tokens seen."""
+    """What this process has seen; `counts`, `line` and `dump` add up all processes (collective).
+
+    window, total: sums of the tasks since the last logged line and before it. lengths: stream -> int64
+    `[longest + 1]`, samples by history length.
+    """
 
     window: Meter
     total: Meter
+    lengths: dict[str, Tensor]
     flops: RunFlops
     epoch: int = 0
     samples: int = 0
-    tokens: int = 0
     padded_tokens: int = 0
-    lengths: dict[str, list[int]] = field(default_factory=dict)  # stream -> number of samples by history length
+
+    @classmethod
+    def of(cls, job: Job) -> Progress:
+        lengths = {name: torch.zeros(longest + 1, dtype=torch.int64) for name, longest in job.max_lengths.items()}
+        flops = RunFlops(job.model.flops, [stream.name for stream in job.schema.streams])
+        return cls(Meter(job.schema.labels, job.device), Meter(job.schema.labels, job.device), lengths, flops)
 
     def add(self, logits: dict[str, Tensor], batch: Batch) -> None:
         self.window.add({name: value.detach() for name, value in logits.items()}, batch)
@@ -104,44 +124,63 @@ class Progress:
     def count(self, batch: Batch) -> None:
         """Samples and history tokens of a batch that is still on the host."""
         self.samples += batch.batch_size
-        for name, history in batch.sequences.items():
-            if name.endswith(".timestamp") and batch.batch_size:
-                self.tokens += history.values.shape[0]
-                self.padded_tokens += batch.batch_size * int(history.lengths.max())
-                both = zip_longest(torch.bincount(history.lengths).tolist(), self.lengths.get(name, []), fillvalue=0)
-                self.lengths[name] = [now + before for now, before in both]
+        for name, seen in self.lengths.items():
+            lengths = batch.sequences[f"{name}.timestamp"].lengths
+            if batch.batch_size:
+                self.padded_tokens += batch.batch_size * int(lengths.max())
+                seen += torch.bincount(lengths, minlength=seen.shape[0])
+
+    def counts(self) -> dict:
+        """samples, tokens, padded_tokens, and lengths without the zeros behind the longest history."""
+        own = torch.cat([torch.tensor([self.samples, self.padded_tokens]), *self.lengths.values()])
+        sums = mesh.sum_over_ranks(own.to(self.window.sums.device)).tolist()
+        samples, padded_tokens, at = sums[0], sums[1], 2
+        tokens, lengths = 0, {}
+        for name, seen in self.lengths.items():
+            found = sums[at : at + seen.shape[0]]
+            at += seen.shape[0]
+            tokens += sum(length * count for length, count in enumerate(found))
+            longest = max((length for length, count in enumerate(found) if count), default=-1)
+            lengths[f"{name}.timestamp"] = found[: longest + 1]
+        return {"samples": samples, "tokens": tokens, "padded_tokens": padded_tokens, "lengths": lengths}
 
     def line(self, job: Job, loss: Tensor, norm: Tensor, batch: Batch, rates: dict[str, float | None]) -> dict:
         """One line of metrics.jsonl: `tasks` since the last line, `tasks_total` since the start of the run."""
-        line = {"step": job.step, "epoch": self.epoch, "samples": self.samples, "tokens": self.tokens}
-        line |= {"timestamp": int(batch.timestamps.max()) if batch.batch_size else None}
-        line |= {"loss": float(loss.detach()), "grad_norm": float(norm), "lr": job.optimizer.param_groups[0]["lr"]}
-        line |= {"useful_tflop": self.useful_flops() / 1e12, "memory": memory.categories(job, peak_memory_bytes())}
-        line["padding_avoided"] = 1 - self.tokens / self.padded_tokens if self.padded_tokens else 0.0
+        counts = self.counts()
+        line = {"step": job.step, "epoch": self.epoch, "samples": counts["samples"], "tokens": counts["tokens"]}
+        newest = mesh.max_over_ranks(batch.timestamps.max() if batch.batch_size else batch.timestamps.new_tensor(-1))
+        line |= {"timestamp": int(newest), "loss": float(loss), "grad_norm": float(norm)}
+        line |= {"lr": job.optimizer.param_groups[0]["lr"], "useful_tflop": self.useful_flops(counts) / 1e12}
+        line["memory"] = memory.categories(job, peak_memory_bytes())
+        line["padding_avoided"] = 1 - counts["tokens"] / counts["padded_tokens"] if counts["padded_tokens"] else 0.0
         self.total.sums += self.window.sums
         line |= {"tasks": _tasks(self.window, rates), "tasks_total": _tasks(self.total, rates)}
         self.window.reset()
         return line
 
-    def useful_flops(self) -> int:
-        """Useful FLOPs of the run so far."""
-        histories = {name.removesuffix(".timestamp"): counts for name, counts in self.lengths.items()}
-        return self.flops.training(histories, self.samples)
+    def useful_flops(self, counts: dict) -> int:
+        """Useful FLOPs of the run so far, on all processes."""
+        histories = {name.removesuffix(".timestamp"): found for name, found in counts["lengths"].items()}
+        return self.flops.training(histories, counts["samples"])
 
     def dump(self, job: Job, loader: Loader) -> str:
         """What `load` needs to go on bit for bit, as JSON."""
-        counts = {name: getattr(self, name) for name in ("epoch", "samples", "tokens", "padded_tokens", "lengths")}
-        meters = {"window": self.window.sums.tolist(), "total": self.total.sums.tolist()}
+        meters = {name: list(getattr(self, name).read().values()) for name in ("window", "total")}
+        counts = {"epoch": self.epoch, **self.counts()}
         return json.dumps({"step": job.step, "loader": loader.state_dict(), "counts": counts, "meters": meters})
 
     def load(self, text: str, job: Job, loader: Loader) -> None:
+        """The first process takes over the sums of all; the others start at 0."""
         saved = json.loads(text)
-        job.step = saved["step"]
+        job.step, self.epoch = saved["step"], saved["counts"]["epoch"]
         loader.load_state_dict(saved["loader"])
-        for name, value in saved["counts"].items():
-            setattr(self, name, value)
-        for name, sums in saved["meters"].items():
-            getattr(self, name).sums.copy_(torch.tensor(sums, dtype=torch.float64))
+        if mesh.rank() == 0:
+            self.samples, self.padded_tokens = saved["counts"]["samples"], saved["counts"]["padded_tokens"]
+            for name, seen in self.lengths.items():
+                found = saved["counts"]["lengths"][f"{name}.timestamp"]
+                seen[: len(found)] = torch.tensor(found, dtype=torch.int64)
+            for name, sums in saved["meters"].items():
+                getattr(self, name).sums.copy_(torch.tensor(sums, dtype=torch.float64))
 
 
 def _tasks(meter: Meter, rates: dict[str, float | None]) -> dict[str, dict]:
@@ -169,35 +208,40 @@ def _batches(job: Job, loader: Loader, progress: Progress) -> Iterator[Batch]:
 
 
 def describe(job: Job) -> None:
-    """Print what is about to be trained: sizes, and FLOPs of a sample at full history length."""
+    """Print what is about to be trained: sizes, and FLOPs of a sample at full history length; collective."""
+    size, processes = table_bytes(job), mesh.world_size()
+    if mesh.rank() != 0:
+        return
     lengths = {name: [size] for name, size in job.max_lengths.items()}
     flops = sum(job.model.flops(lengths).values())
     print(
         f"{job.config.name} on {job.schema.name}: {job.model.num_parameters():,} dense parameters, "
-        f"{job.embeddings.num_bytes() / 2**20:,.1f} MiB of tables, {flops / 1e9:.4f} GFLOP forward for a sample with "
-        f"full histories, {job.total_steps:,} steps of {job.config.data.batch_size} samples on {job.device}"
+        f"{size / 2**20:,.1f} MiB of tables, {flops / 1e9:.4f} GFLOP forward for a sample with "
+        f"full histories, {job.total_steps:,} steps of {job.config.data.batch_size} samples on "
+        f"{processes} x {job.device.type}"
     )
 
 
+def table_bytes(job: Job) -> int:
+    """Persistent bytes of rows and their state over all processes; collective."""
+    return int(mesh.sum_over_ranks(torch.tensor(job.embeddings.num_bytes(), device=job.device)))
+
+
 def _find_checkpoint(config: Config, out: Path, resume: str) -> Path | None:
-    """The checkpoint to start from. Refuses to mix runs of different configs in one folder."""
+    """The checkpoint to start from. Refuses to mix runs of different configs in one folder, another mesh aside."""
     written = out / "config.json"
     if written.is_file() and resume == "never":
         raise UserError(f"{out} already holds a run and --resume is never; choose another --out or remove the folder")
-    if written.is_file() and from_json(written.read_text(), str(written)) != config:
+    if written.is_file() and replace(from_json(written.read_text(), str(written)), mesh=config.mesh) != config:
         raise UserError(f"{out} holds a run with another config; choose another --out, or pass {written} as the recipe")
     return checkpoint.find(out / "checkpoints") if resume in ("auto", "never") else Path(resume)
 
 
-def _refuse_several_processes() -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError("WORLD_SIZE > 1: training on several processes is not available in this version; start one")
-
-
-def _efficiency(progress: Progress, summary: dict) -> dict:
-    """Useful FLOPs of a sample and what the steady speed makes of them on this device."""
-    each = progress.useful_flops() / progress.samples if progress.samples else 0.0
-    return {"flops_per_sample": each} | mfu.rates(each, summary["samples_per_s"], summary["environment"]["device"])
+def _efficiency(progress: Progress, counts: dict, summary: dict) -> dict:
+    """Useful FLOPs of a sample and what the steady speed makes of them on the devices of the job."""
+    each = progress.useful_flops(counts) / counts["samples"] if counts["samples"] else 0.0
+    device, devices = summary["environment"]["device"], summary["processes"]
+    return {"flops_per_sample": each} | mfu.rates(each, summary["samples_per_s"], device, devices)
 
 
 def _baselines(config: Config, data: Path, schema: Schema, rates: dict[str, float | None]) -> dict:
@@ -206,7 +250,7 @@ def _baselines(config: Config, data: Path, schema: Schema, rates: dict[str, floa
 
 
 def _explain(job: Job, loss: Tensor, norm: Tensor, batch: Batch, out: Path) -> str:
-    rows = f"rows {int(batch.rows.min())} to {int(batch.rows.max())}"
+    rows = f"rows {int(batch.rows.min())} to {int(batch.rows.max())}" if batch.batch_size else "no rows on this rank"
     return (
         f"step {job.step + 1}, {rows}: loss {loss.item()}, dense gradient norm {norm.item()}; no step was taken, the "
         f"last complete checkpoint in {out}/checkpoints is intact. Lower --optim.lr or --sparse.lr, or look at the rows"

@@ -86,6 +86,6 @@ def test_tables_of_a_later_pass_depend_on_the_seed(data):
         job.total_steps = 1
         loader = job.loader(data, "train", training=True)
         loader.load_state_dict(loader.state_dict() | {"row": loader.num_rows})
-        next(_batches(job, loader, Progress(None, None, None)))
+        next(_batches(job, loader, Progress.of(job)))
         rows.append(job.embeddings.state_dict()["weight"]["item"].clone())
     assert not torch.equal(*rows)

@@ -17,8 +17,9 @@ from opengem.mesh import MeshSpec
     "spec, world, wanted",
     [
         (MeshSpec(), 1, MeshSpec(1, 1, 1, 1, 1)),
-        (MeshSpec(), 8, MeshSpec(1, 8, 1, 1, 8)),
-        (MeshSpec(replica=2, expert=4, sparse_replica=8), 8, MeshSpec(2, 4, 4, 8, 1)),
+        (MeshSpec(), 8, MeshSpec(8, 1, 1, 1, 8)),
+        (MeshSpec(replica=1, shard=0), 8, MeshSpec(1, 8, 1, 1, 8)),
+        (MeshSpec(replica=2, shard=0, expert=4, sparse_replica=8), 8, MeshSpec(2, 4, 4, 8, 1)),
         (MeshSpec(4, 2, 2, 2, 4), 8, MeshSpec(4, 2, 2, 2, 4)),
     ],
 )
@@ -30,9 +31,9 @@ def test_degrees_left_open_take_the_rest(spec, world, wanted):
     "spec, message",
     [
         (MeshSpec(2, 3), "replica 2 x shard 3 = 6 ranks, but the job has 8; legal replica x shard: 1 x 8, 2 x 4"),
-        (MeshSpec(replica=3), "replica 3 x shard 2 = 6 ranks, but the job has 8"),
-        (MeshSpec(replica=16), "replica 16 x shard 1 = 16 ranks, but the job has 8"),
-        (MeshSpec(replica=2, expert=3), "expert = 3 does not divide shard = 4; legal: 1, 2, 4"),
+        (MeshSpec(replica=3, shard=0), "replica 3 x shard 2 = 6 ranks, but the job has 8"),
+        (MeshSpec(replica=16, shard=0), "replica 16 x shard 1 = 16 ranks, but the job has 8"),
+        (MeshSpec(replica=2, shard=0, expert=3), "expert = 3 does not divide shard = 4; legal: 1, 2, 4"),
         (MeshSpec(sparse_replica=2, sparse_shard=2), "sparse_replica 2 x sparse_shard 2 = 4 ranks, but the job has 8"),
     ],
 )
@@ -43,7 +44,7 @@ def test_an_impossible_product_lists_the_legal_choices(spec, message):
 
 
 def test_a_degree_below_one_is_refused():
-    with pytest.raises(UserError, match="mesh expert = 0: must be a whole number, at least 1"):
+    with pytest.raises(UserError, match="config mesh.expert = 0: must be at least 1; set --mesh.expert 1 or more"):
         MeshSpec(expert=0)
 
 

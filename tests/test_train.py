@@ -22,6 +22,7 @@ from opengem.data.schema import Schema
 from opengem.errors import NonFiniteError, UserError
 from opengem.evaluate import evaluate_split, predict
 from opengem.job import Job, build, open_run
+from opengem.loss import Meter
 from opengem.runlog import read_metrics
 from opengem.train import train
 from tests import small
@@ -134,7 +135,7 @@ def test_nan_in_one_step_leaves_parameters_and_tables_untouched(data):
     before = {k: v.clone() for k, v in job.model.state_dict().items()}
     tables = {k: v.clone() for k, v in job.embeddings.state_dict()["weight"].items()}
     loss = job.loss(job.forward(batch), batch) * float("inf")
-    finite, _ = job.learn(loss)
+    finite, _, _ = job.learn(loss)
     assert not finite
     assert job.step == 0
     assert all(torch.equal(v, before[k]) for k, v in job.model.state_dict().items())
@@ -233,11 +234,12 @@ def test_lengths_and_padding_are_counted_over_batches_of_different_maximum():
     from opengem.jagged import Jagged
     from opengem.train import Progress
 
-    progress = Progress(None, None, None)
+    progress = Progress(Meter([], torch.device("cpu")), None, {"view": torch.zeros(9, dtype=torch.int64)}, None)
     for lengths in ([2, 0], [5, 1, 1], []):
         size = len(lengths)
         history = Jagged.from_lengths(torch.zeros(sum(lengths), dtype=torch.int64), torch.tensor(lengths, dtype=int))
         zeros = torch.zeros(size, dtype=torch.int64)
         progress.count(Batch({"view.timestamp": history}, {}, {}, torch.ones(size), zeros, zeros))
-    assert progress.lengths == {"view.timestamp": [1, 2, 1, 0, 0, 1]}
-    assert (progress.samples, progress.tokens, progress.padded_tokens) == (5, 9, 2 * 2 + 3 * 5)
+    found = progress.counts()
+    assert found["lengths"] == {"view.timestamp": [1, 2, 1, 0, 0, 1]}
+    assert (found["samples"], found["tokens"], found["padded_tokens"]) == (5, 9, 2 * 2 + 3 * 5)

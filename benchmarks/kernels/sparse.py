@@ -51,17 +51,14 @@ class Group:
     def pooling(self) -> str:
         return "none" if self.kind == "none" else "sum"
 
-    def arguments(self, batch: int) -> tuple[tuple, dict]:
+    def arguments(self, batch: int) -> op.Lookup:
         ids, offsets, weights = self.batches[batch]
-        return (self.weight, ids, offsets, self.first_rows), {"pooling": self.pooling, "sample_weights": weights}
+        return op.Lookup(self.weight, ids, offsets, self.first_rows, self.pooling, weights)
 
     def lookup(self, batch: int) -> Tensor:
-        positional, named = self.arguments(batch)
-        return op.lookup(*positional, **named, dtype=self.weight.dtype)
-
-    def sort(self, batch: int) -> op.Order:
-        positional, named = self.arguments(batch)
-        return op.sort_ids(*positional, **named)
+        x = self.arguments(batch)
+        return op.lookup(x.weight, x.ids, x.offsets, x.first_rows, pooling=x.pooling, sample_weights=x.sample_weights,
+                         dtype=x.weight.dtype)
 
     def update(self, order: op.Order, batch: int, step: int) -> None:
         grads = self.grads[: self.outputs(batch)]
@@ -95,7 +92,7 @@ def _group(kind: str, dim: int, rows: list[int], zipf: dict, dtype: torch.dtype,
     made = [_batch(rows, zipf, g, kind == "weighted") for _ in range(batches)]
     longest = max(ids.shape[0] if kind == "none" else offsets.shape[0] - 1 for ids, offsets, _ in made)
     grads = torch.randn(longest, dim, generator=g, device=device).to(dtype)
-    rounding = noise.Rounding.of([(f"{kind}{dim}.{i}", 0, int(at)) for i, at in enumerate(first.tolist())], device)
+    rounding = noise.Rounding.of([(0, 0)], device)
     return Group(kind, weight, first, made, OPTIMISER.state(sum(rows), dim, device), rounding, grads)
 
 
@@ -115,6 +112,10 @@ def _batch(rows: list[int], zipf: dict[int, Tensor], g, weighted: bool) -> tuple
         ids.append(rank * 7919 % n)  # 7,919 is prime to every number of rows here: a permutation
     ids = torch.cat(ids)
     return ids, offsets, torch.rand(ids.shape[0], generator=g, device=device) if weighted else None
+
+
+def sort(groups: list[Group], batch: int) -> list[op.Order]:
+    return op.sort_all([group.arguments(batch) for group in groups])
 
 
 def least_bytes(groups: list[Group]) -> tuple[int, int]:
@@ -154,14 +155,14 @@ def measure(groups: list[Group]) -> Iterator[dict]:
             group.lookup(i % count)
 
     def backward(i: int) -> None:
-        for group in groups:
-            group.update(group.sort(i % count), i % count, i + 1)
+        for group, order in zip(groups, sort(groups, i % count), strict=True):
+            group.update(order, i % count, i + 1)
 
     fwd, fwd_spread = timed(forward)
     bwd, bwd_spread = timed(backward)
     times = {"fwd_ms": fwd, "spread": fwd_spread}
     yield {"impl": "opengem", **times, "bwd_ms": bwd, "bwd_spread": bwd_spread}
-    orders = [[group.sort(batch) for group in groups] for batch in range(2)]
+    orders = [sort(groups, batch) for batch in range(2)]
 
     def sorted_ahead(i: int) -> None:
         for group, order in zip(groups, orders[i % 2], strict=True):

@@ -1,8 +1,8 @@
-"""Check the sparse kernels on this GPU against plain torch, then time them and sweep their launch options.
+"""Check the sparse kernels on this GPU against plain torch, then time them (`sparse_variants.py` sweeps their options).
 
-    python benchmarks/ladder/sparse_check.py --out DIR [--sections check profile sweep bench] [--case NAME]
+    python benchmarks/ladder/sparse_check.py --out DIR [--sections check profile bench] [--case NAME]
 
-Each section writes DIR/SECTION.jsonl; `sweep` times tile sizes and warps for each kernel on the benchmark's own data.
+Each section writes DIR/SECTION.CASE.jsonl.
 """
 
 from __future__ import annotations
@@ -19,9 +19,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.kernels import sparse as bench
 from opengem.kernels import backend
-from opengem.sparse.lookup import triton as kernels
-
-TILES = [(512, 1), (1024, 1), (1024, 2), (2048, 2), (4096, 4)]
 
 
 def check(say, case: str) -> None:
@@ -36,11 +33,11 @@ def check(say, case: str) -> None:
                 group.state["moment"].zero_()
                 with backend.force(name):
                     out = group.lookup(0)
-                    group.update(group.sort(0), 0, 1)
+                    group.update(bench.sort([group], 0)[0], 0, 1)
                 results.append((out, group.weight.clone(), group.state["moment"].clone()))
             group.weight.copy_(begin)
             group.state["moment"].zero_()
-            group.update(group.sort(0), 0, 1)
+            group.update(bench.sort([group], 0)[0], 0, 1)
             again = torch.equal(group.weight, results[1][1])
             errors = [
                 float((a.float() - b.float()).abs().max() / b.float().abs().max().clamp_min(1e-9))
@@ -58,7 +55,8 @@ def profile(say, case: str) -> None:
     def step(i: int) -> None:
         for group in groups:
             group.lookup(i % 2)
-            group.update(group.sort(i % 2), i % 2, i + 1)
+        for group, order in zip(groups, bench.sort(groups, i % 2), strict=True):
+            group.update(order, i % 2, i + 1)
 
     for i in range(3):
         step(i)
@@ -75,55 +73,12 @@ def profile(say, case: str) -> None:
         say({"kernel": event.key[:90], "ms_a_step": event.self_device_time_total / 4e3, "calls": event.count / 4})
 
 
-def sweep(say, case: str) -> None:
-    """Tile sizes and warps for each kernel, on the groups with most bytes."""
-    for group in bench.make(*bench.CASES[case], torch.device("cuda"), batches=2):
-        facts = {"kind": group.kind, "dim": group.weight.shape[1], "dtype": str(group.weight.dtype)}
-        orders = [group.sort(i) for i in range(2)]
-        if group.kind == "weighted":
-            continue
-        for elements, warps in TILES:
-            options = {"elements": elements, "num_warps": warps}
-
-            def forward(i: int, group=group, options=options) -> None:
-                ids, offsets, weights = group.batches[i % 2]
-                kernels.lookup(
-                    group.weight, ids, offsets, group.first_rows, group.pooling, weights, group.weight.dtype, **options
-                )
-
-            say(facts | options | {"kernel": "lookup", "ms": bench.timed(forward, 6)[0]})
-            if group.kind != "none":
-                continue
-            # The other kernel of the update keeps its default.
-            long = {"long_elements": elements, "long_warps": warps}
-            for chosen in (options, options | {"programs_per_sm": 64}, long):
-                say(facts | chosen | {"kernel": "update", "ms": bench.timed(_update(group, orders, chosen), 6)[0]})
-        if group.kind == "none":
-            before = kernels.SHORT
-            for kernels.SHORT in (2, 8):
-                milliseconds = bench.timed(_update(group, orders, {}), 6)[0]
-                say(facts | {"kernel": "update", "short": kernels.SHORT, "ms": milliseconds})
-            kernels.SHORT = before
-
-
-def _update(group: bench.Group, orders: list, options: dict):
-    def update(i: int) -> None:
-        order, outputs = orders[i % 2], group.outputs(i % 2)
-        kernels.update(
-            group.weight, group.state["moment"], None, group.grads[:outputs], order.rows, order.source,
-            order.coefficients, *order.pieces, group.rounding.at_step(i), "adagrad",
-            (0.01, 1e-8, 1.0, 0.9, 0.999, 1.0, 1.0), **options,
-        )  # fmt: skip
-
-    return update
-
-
 def timing(say, case: str) -> None:
     for row in bench.run(None, True, (case,)):
         say(row)
 
 
-SECTIONS = {"check": check, "profile": profile, "sweep": sweep, "bench": timing}
+SECTIONS = {"check": check, "profile": profile, "bench": timing}
 
 
 def main() -> None:

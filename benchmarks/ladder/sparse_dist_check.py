@@ -9,8 +9,11 @@ input pipeline the same bits. Time: lookup, a dense stand-in of `--dense-ms`, up
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 import json
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -19,7 +22,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from opengem import mesh
-from opengem.config import ShardedSparseConfig
+from opengem.config import SparseConfig
 from opengem.data.batch import Batch
 from opengem.data.schema import Feature, Label, Schema, Stream
 from opengem.jagged import Jagged
@@ -71,19 +74,25 @@ def joined(parts: list[Batch]) -> Batch:
     return Batch(sequences, features, {"y": join([p.labels["y"] for p in parts])}, *rest)
 
 
-def generations(world: int) -> dict[str, tuple[int, ShardedSparseConfig]]:
+def generations(world: int) -> dict[str, tuple[int, SparseConfig]]:
     """Name -> (copies, options); all copies are checked bit for bit after each step."""
-    plain = ShardedSparseConfig(dim=64, check_replicas=True)
-    split = ShardedSparseConfig(dim=64, check_replicas=True, fully_shard=True)
-    chunks = ShardedSparseConfig(dim=64, fully_shard=True, reads="chunks", chunk_mb=1)
+    plain = SparseConfig(dim=64, check_replicas=True)
+    split = SparseConfig(dim=64, check_replicas=True, fully_shard=True)
+    chunks = SparseConfig(dim=64, fully_shard=True, reads="chunks", chunk_mb=1)
     return {"v1": (1, plain), "v2": (world, plain), "v3": (world, split), "v3 by chunks": (world, chunks)}
+
+
+@functools.cache
+def meshes(copies: int) -> mesh.Mesh:
+    """Made once: each has communicators of its own."""
+    return mesh.build(mesh.MeshSpec(sparse_replica=copies), "cuda")
 
 
 def check(say, rank: int, world: int, device: str) -> None:
     rows, samples = 20_000, 256
     described = schema(rows)
     features = list(described.features)
-    alone = EmbeddingCollection(described, features, ShardedSparseConfig(dim=64), device, 0)
+    alone = EmbeddingCollection(described, features, SparseConfig(dim=64), device, 0)
     wanted = []
     for step in range(20):
         whole = joined([batch(rows, samples, step * world + r, device) for r in range(world)])
@@ -92,10 +101,9 @@ def check(say, rank: int, world: int, device: str) -> None:
         alone.step(0.05)
         wanted.append(float(loss.detach()))
     for name, (copies, config) in generations(world).items():
-        meshes = mesh.build(mesh.MeshSpec(sparse_replica=copies), "cuda")
         final = []
         for piped in (False, True):
-            made = shard(described, features, config, device, 0, meshes)
+            made = shard(described, features, config, device, 0, meshes(copies))
             batches = [batch(rows, samples, step * world + rank, device) for step in range(20)]
             source = Pipeline(batches, made) if piped else ((b, made(b)) for b in batches)
             worst = 0.0
@@ -112,40 +120,89 @@ def check(say, rank: int, world: int, device: str) -> None:
              "ok": worst < 1e-5 and torch.equal(*final)})  # fmt: skip
 
 
-def time_steps(say, rank: int, world: int, device: str, dense_ms: float) -> None:
-    rows, samples = 2_000_000, 1024
+def make(name: str, rows: int, device: str, chunk_mb: int = 512):
+    """(collection, bytes that it keeps on the device, measured)."""
+    copies, config = generations(dist.get_world_size())[name]
+    config = dataclasses.replace(config, check_replicas=False, chunk_mb=chunk_mb)
     described = schema(rows)
+    torch.cuda.empty_cache()
+    begin = torch.cuda.memory_allocated()
+    made = shard(described, list(described.features), config, device, 0, meshes(copies))
+    torch.cuda.synchronize()
+    return made, torch.cuda.memory_allocated() - begin
+
+
+def memory(say, rank: int, world: int, device: str) -> None:
+    """Persistent bytes of a copied and a fully sharded collection, and what reading by chunks needs beside them."""
+    kept = {}
+    for name in ("v2", "v3", "v3 by chunks"):
+        made, kept[name] = make(name, 2_000_000, device, chunk_mb=256)
+        small = batch(2_000_000, 8, rank, device)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with torch.no_grad():
+            made(small)
+        torch.cuda.synchronize()
+        beside = torch.cuda.max_memory_allocated() - before
+        say({"memory": name, "world": world, "computed_bytes": made.num_bytes(), "measured_bytes": kept[name],
+             "of_v2_over_copies": kept[name] * world / kept["v2"], "beside_in_a_lookup": beside,
+             "chunk_bytes": 256 << 20})  # fmt: skip
+        del made
+
+
+def time_steps(say, rank: int, world: int, device: str, dense_ms: float, timeline: Path | None) -> None:
+    """A step of each generation: lookup, a dense stand-in forward and backward, update; through the input pipeline."""
+    rows, samples = 2_000_000, 1024
     a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
-    for name, (copies, config) in generations(world).items():
-        config = ShardedSparseConfig(dim=64, fully_shard=config.fully_shard, reads=config.reads, chunk_mb=512)
-        meshes = mesh.build(mesh.MeshSpec(sparse_replica=copies), "cuda")
-        torch.cuda.empty_cache()
+    batches = [batch(rows, samples, step * world + rank, device) for step in range(8)]
+    for name in generations(world):
+        made, persistent = make(name, rows, device)
         torch.cuda.reset_peak_memory_stats()
         begin = torch.cuda.memory_allocated()
-        made = shard(described, list(described.features), config, device, 0, meshes)
-        batches = [batch(rows, samples, step * world + rank, device) for step in range(24)]
-        torch.cuda.reset_peak_memory_stats()
-        marks = []
-        for _, embedded in Pipeline(batches, made):
-            first = torch.cuda.Event(enable_timing=True)
-            first.record()
-            marks.append(first)
-            for _ in range(int(dense_ms / 1.5)):
-                a @ a
-            loss_of(embedded, samples).backward()
-            made.step(0.05)
-        torch.cuda.synchronize()
-        times = sorted(x.elapsed_time(y) for x, y in zip(marks[4:], marks[5:], strict=False))
-        peak = torch.cuda.max_memory_allocated() - begin
-        say({"time": name, "world": world, "step_ms": times[len(times) // 2], "dense_ms": dense_ms,
-             "persistent_bytes": made.num_bytes(), "peak_bytes": peak})  # fmt: skip
-        del made, batches, embedded
+
+        def steps(count: int, products: int, made=made) -> list[torch.cuda.Event]:
+            marks = []
+            for _, embedded in Pipeline([batches[i % 8] for i in range(count)], made):
+                marks.append(torch.cuda.Event(enable_timing=True))
+                marks[-1].record()
+                for _ in range(products):
+                    a @ a
+                loss_of(embedded, samples).backward()
+                made.step(0.05)
+            torch.cuda.synchronize()
+            return marks
+
+        for products in (int(dense_ms / 1.5), 0):
+            marks = steps(24, products)
+            times = sorted(x.elapsed_time(y) for x, y in zip(marks[4:], marks[5:], strict=False))
+            peak = torch.cuda.max_memory_allocated() - begin
+            say({"time": name, "world": world, "products": products, "step_ms": times[len(times) // 2],
+                 "spread": times[-2] / times[1] - 1, "persistent_bytes": persistent,
+                 "peak_beside_bytes": peak})  # fmt: skip
+        if timeline is not None and name in ("v2", "v3"):
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+                steps(5, int(dense_ms / 1.5))
+            if rank == 0:
+                write_timeline(profiler, timeline / f"timeline_{name}.json")
+        del made, steps  # the function keeps the tables too
+
+
+def write_timeline(profiler, path: Path) -> None:
+    """What ran on the device: [stream, begin us, length us, name]."""
+    with tempfile.TemporaryDirectory() as folder:
+        whole = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(whole))
+        events = json.loads(whole.read_text())["traceEvents"]
+    device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    path.write_text(json.dumps([[e["args"].get("stream"), e["ts"], e["dur"], e["name"][:60]] for e in device]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--dense-ms", type=float, default=30.0)
+    parser.add_argument("--timeline", type=Path, help="folder for what ran on the device in steps of V2 and V3")
     arguments = parser.parse_args()
     rank, world = mesh.start("cuda", timeout_s=60)
     device = f"cuda:{torch.cuda.current_device()}"
@@ -158,7 +215,8 @@ def main() -> None:
 
     with mesh.fail_together():
         check(say, rank, world, device)
-        time_steps(say, rank, world, device, arguments.dense_ms)
+        memory(say, rank, world, device)
+        time_steps(say, rank, world, device, arguments.dense_ms, arguments.timeline)
         dist.barrier()
     dist.destroy_process_group()
 

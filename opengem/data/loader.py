@@ -89,7 +89,8 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         epoch, start, ahead = self.epoch, self._position, self._config.prefetch
         positions = range(start, self.num_rows, self._batch_size)
-        with ThreadPoolExecutor(min(ahead, 2) or 1, "loader") as pool:
+        here = torch.cuda.current_device() if self._pin else -1  # threads would pin for device 0
+        with ThreadPoolExecutor(min(ahead, 2) or 1, "loader", torch.cuda.set_device, (here,)) as pool:
             waiting: deque = deque()
             try:
                 for i, position in enumerate(positions):

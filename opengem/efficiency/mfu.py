@@ -24,10 +24,12 @@ def of(tflops: float | None, peak_tflops: float | None) -> float | None:
     return tflops / peak_tflops
 
 
-def rates(flops_per_sample: float, samples_per_s: float | None, device: str) -> dict[str, float | None]:
-    """useful_tflops and mfu (a fraction) of one device; None where the speed or the peak is not known."""
-    tflops = flops_per_sample * samples_per_s / 1e12 if samples_per_s else None
-    return {"useful_tflops": tflops, "mfu": of(tflops, bf16_peak(device))}
+def rates(
+    flops_per_sample: float, samples_per_s: float | None, device: str, devices: int = 1
+) -> dict[str, float | None]:
+    """useful_tflops of a job on some devices and its mfu (a fraction); None where the speed or peak is not known."""
+    tflops, peak = flops_per_sample * samples_per_s / 1e12 if samples_per_s else None, bf16_peak(device)
+    return {"useful_tflops": tflops, "mfu": of(tflops, peak and peak * devices)}
 
 
 def local(rows: list[dict], peak_tflops: float | None) -> float | None:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -21,8 +22,9 @@ from opengem.data.batch import Batch, Embedded
 from opengem.data.schema import Feature, Schema
 from opengem.errors import UserError
 from opengem.jagged import Jagged
+from opengem.sparse.checkpoint import TableRows
 from opengem.sparse.lookup.reference import sum_bags
-from opengem.sparse.table import Piece, Tables
+from opengem.sparse.table import Piece, Request, Tables
 
 
 @dataclass(frozen=True)
@@ -164,12 +166,12 @@ class LocalRouter:
         return Route(rows)
 
     def vectors(self, route: Route, found: Tensor) -> Tensor:
-        """What `storage.lookup(route.rows)` found -> `[N, dim]` for the ids this process asked for."""
+        """What `storage` found for `route.rows` -> `[N, dim]` for the ids this process asked for."""
         return found
 
-    def grads(self, route: Route, grads: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients `[N, dim]` of this process's ids -> (rows kept here, gradients) ready for `storage.update`."""
-        return route.rows, grads
+    def grads(self, route: Route, grads: Tensor) -> Tensor:
+        """Gradients `[N, dim]` of this process's ids -> one for each of `route.rows`."""
+        return grads
 
     def agree(self, flag: Tensor) -> Tensor:
         """0-dim bool: whether `flag` holds on every process."""
@@ -193,6 +195,7 @@ class Distributed:
 
     inputs: list[Jagged | Tensor | None]
     route: Route
+    request: Request
 
 
 class EmbeddingCollection:
@@ -201,16 +204,18 @@ class EmbeddingCollection:
     features: the sample features that are model inputs; every id attribute of the streams is an input as well.
     Tables larger than `config.max_rows` (when > 0) are hashed to that many rows by modulo.
     router, storage: where the rows are; left out, all are on this device. `sharded.shard` makes them for a mesh.
-    check_replicas: compare all copies of the tables after every step.
+    tables: look only into these (default: all).
+    With `config.check_replicas` all copies of the tables are compared after every step.
     Over several processes every method but `check`, `collisions` and `num_bytes` is collective: all ranks call it
     alike, with however many samples each of them has.
     """
 
     def __init__(self, schema: Schema, features: list[Feature], config: SparseConfig, device: torch.device | str,
                  seed: int, router: LocalRouter | None = None, storage: Tables | None = None,
-                 check_replicas: bool = False) -> None:
-        self.slots = slots_of(schema, features, config.max_rows)
-        self.dim, self.config, self.check_replicas = config.dim, config, check_replicas
+                 tables: Container[str] | None = None) -> None:
+        slots = slots_of(schema, features, config.max_rows)
+        self.slots = slots if tables is None else [slot for slot in slots if slot.table in tables]
+        self.dim, self.config, self.device = config.dim, config, torch.device(device)
         self.reader = IdReader(self.slots, device)
         self.rows = table_rows(self.slots)
         whole = pieces_of(self.rows)
@@ -219,7 +224,7 @@ class EmbeddingCollection:
         self.storage = storage or Tables(whole, total, config.dim, device, eps=config.eps, dtype=row_dtype(config))
         first = {piece.table: piece.at for piece in whole}
         self.first = torch.tensor([first[slot.table] for slot in self.slots], device=device, dtype=torch.int64)
-        self.pending: list[tuple[Route, Leaves]] = []
+        self.pending: list[tuple[Distributed, Leaves]] = []
         self.reinitialise(seed)
 
     def __call__(self, batch: Batch) -> Embedded:
@@ -229,31 +234,31 @@ class EmbeddingCollection:
     def distribute(self, batch: Batch) -> Distributed:
         """Check the ids and send them to where the rows are. Needs no rows, so it may run ahead of the last update."""
         inputs, slot, rows = self.reader(batch)
-        return Distributed(inputs, self.router.send_ids(rows + self.first[slot]))
+        route = self.router.send_ids(rows + self.first[slot])
+        return Distributed(inputs, route, self.storage.request(route.rows, torch.is_grad_enabled()))
 
     def lookup(self, ids: Distributed) -> Embedded:
         """The second half of a call."""
-        kind = self.reader.device.type
+        kind = self.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
-        vectors = self.router.vectors(ids.route, self.storage.lookup(ids.route.rows, dtype))
+        vectors = self.router.vectors(ids.route, self.storage.lookup(ids.request, dtype))
         leaves = Leaves(self.slots, ids.inputs, vectors)
         if torch.is_grad_enabled():
-            self.pending.append((ids.route, leaves))
+            self.pending.append((ids, leaves))
         return leaves.embedded
 
     def finite(self) -> Tensor:
         """0-dim bool on the device: whether every gradient since the last step is finite, on every process."""
-        sums = (leaves.grads.sum(dtype=torch.float32) for _, leaves in self.pending)
-        total = sum(sums, torch.zeros((), device=self.reader.device))
+        zero = torch.zeros((), device=self.device)
+        total = sum((leaves.grads.sum(dtype=torch.float32) for _, leaves in self.pending), zero)
         return self.router.agree(total.isfinite())
 
     def step(self, lr: float) -> None:
         """Exact row-wise Adagrad on the rows looked up since the last call, from the leaves' `.grad`."""
         if self.pending:
-            arrived = [self.router.grads(route, leaves.grads) for route, leaves in self.pending]
-            rows, grads = (torch.cat(parts) for parts in zip(*arrived, strict=True))
-            self.storage.update(rows, grads, lr)
-            if self.check_replicas:
+            arrived = [(ids.request, self.router.grads(ids.route, leaves.grads)) for ids, leaves in self.pending]
+            self.storage.update(arrived, lr)
+            if self.config.check_replicas:
                 self.storage.assert_equal()
         self.discard()
 
@@ -279,28 +284,37 @@ class EmbeddingCollection:
         return self.storage.num_bytes()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """{"weight": {table: [rows, dim]}, "moment": {table: [rows]}, "step": {"updates": int}}: whole tables.
+        """{"weight": {table: [rows, dim]}, "moment": {table: [rows]}, "step": {"updates": int}}, for a checkpoint.
 
-        Views of the live tensors in one process, gathered copies over several (`checkpoint.save` writes pieces
-        instead, for tables that no process can hold).
+        Views of the live rows: whole tables in one process, the part that is stored here (`TableRows`) over several.
         """
-        state = {"weight": self._whole(self.storage.weight), "moment": self._whole(self.storage.moment)}
+        state = {"weight": self._parts(self.storage.weight), "moment": self._parts(self.storage.moment)}
         return {**state, "step": {"updates": torch.tensor(self.storage.updates)}}
 
-    def _whole(self, tensor: Tensor) -> dict[str, Tensor]:
+    def _parts(self, tensor: Tensor) -> dict[str, Tensor]:
         if isinstance(self.router, LocalRouter):
             return {piece.table: piece.of(tensor) for piece in self.storage.pieces}
-        found = {}
-        for name, rows in self.rows.items():
-            own = tensor.new_zeros(rows, *tensor.shape[1:])
-            for piece in self.storage.pieces:
-                if piece.table == name and self.storage.saves():
-                    own[piece.first : piece.first + piece.rows] = piece.of(tensor)
-            found[name] = self.router.gather(own)
-        return found
+        runs: dict[str, dict[int, Tensor]] = {name: {} for name in self.rows}
+        for piece in self.storage.pieces:
+            if piece.rows:
+                runs[piece.table][piece.first] = piece.of(tensor)
+        return {name: TableRows(rows, tensor, runs[name]) for name, rows in self.rows.items()}
+
+    def gather(self) -> dict[str, dict[str, Tensor]]:
+        """Copies of whole tables on every process, as `state_dict` of one: to look at, where they fit."""
+        kinds = {"weight": self.storage.weight, "moment": self.storage.moment}
+        state = {kind: {name: self._whole(name, tensor) for name in self.rows} for kind, tensor in kinds.items()}
+        return {**state, "step": {"updates": torch.tensor(self.storage.updates)}}
+
+    def _whole(self, name: str, tensor: Tensor) -> Tensor:
+        own = tensor.new_zeros(self.rows[name], *tensor.shape[1:])
+        for piece in self.storage.pieces:
+            if piece.table == name and self.storage.first_copy():
+                own[piece.first : piece.first + piece.rows] = piece.of(tensor)
+        return self.router.gather(own)
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
-        """Copy in what any `state_dict` gave, whatever the number of processes was.
+        """Take over a `state_dict` of this collection that was loaded in place, or copy in whole tables.
 
         UserError names a table that is missing or has another shape; nothing is copied then.
         """
@@ -310,7 +324,9 @@ class EmbeddingCollection:
                 _check_part(state, kind, name, [rows, *shape])
         for piece in self.storage.pieces:
             for kind, tensor in (("weight", self.storage.weight), ("moment", self.storage.moment)):
-                piece.of(tensor).copy_(state[kind][piece.table][piece.first : piece.first + piece.rows])
+                given = state[kind][piece.table]
+                if not isinstance(given, TableRows):
+                    piece.of(tensor).copy_(given[piece.first : piece.first + piece.rows])
         self.storage.updates = int(state["step"]["updates"])
 
 

@@ -15,22 +15,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opengem.mesh import all_gather, reduce_scatter
-from opengem.sparse.table import Piece, Tables, sum_duplicates
+from opengem.kernels.jagged_ops.op import gather_rows
+from opengem.mesh import all_gather, exchange, reduce_scatter, swap_counts
+from opengem.sparse.sharded_2d import Copies
+from opengem.sparse.table import Duplicates, Piece, Request, Tables
 
 
 @dataclass(frozen=True)
-class _Parcel:
-    """How rows of the shard travel to the ranks that store them. order: positions sorted by owner."""
+class SharedRequest:
+    """rows: int64 `[N]` in the shard's numbering. chunks: for each chunk its first row and which of `rows` lie in it.
 
-    order: Tensor
-    stored: Tensor
-    sent: list[int]
-    received: list[int]
+    wanted: the duplicates in `rows`, distinct ones sorted by the rank that stores them; that rank gets `sent[rank]` of
+    them. asked: the rows stored here that each rank wants, `received[rank]` of them.
+    """
+
+    rows: Tensor
+    chunks: list[tuple[int, Tensor]] | None = None
+    wanted: Duplicates | None = None
+    sent: list[int] | None = None
+    received: list[int] | None = None
+    asked: Request | None = None
 
 
 class FullyShardedTables:
-    """Rows of one shard, split evenly over the ranks of `group` (the copies of V2). Methods as `Tables`, collective.
+    """Rows of one shard, split evenly over the ranks of `copies` (those of V2). Methods as `Tables`, collective.
 
     The shard's rows are cut into chunks; rank m of M keeps the m-th part of each chunk, so that a chunk is one
     all-gather. own: this rank's rows and state. semantics: as in `ReplicatedTables`. reads: "rows" or "chunks".
@@ -38,9 +46,12 @@ class FullyShardedTables:
     """
 
     def __init__(
-        self, pieces: list[Piece], rows: int, dim: int, device: torch.device | str, group: dist.ProcessGroup,
-        semantics: str, reads: str, chunk_bytes: int, *, eps: float, dtype: torch.dtype = torch.float32) -> None:
-        self.group, self.semantics, self.reads, self.pieces_of_shard = group, semantics, reads, list(pieces)
+        self, pieces: list[Piece], rows: int, dim: int, device: torch.device | str, copies: Copies,
+        semantics: str, reads: str, chunk_bytes: int, *, eps: float, dtype: torch.dtype = torch.float32,
+        numbers: dict[str, int] | None = None) -> None:
+        self.numbers = numbers or {piece.table: piece.at - piece.first for piece in pieces}
+        group = copies.group
+        self.copies, self.semantics, self.reads, self.pieces_of_shard = copies, semantics, reads, list(pieces)
         ranks, limit = group.size(), max(chunk_bytes // (2 * dim * dtype.itemsize), group.size())
         self.chunks = max(-(-rows // limit), 1)
         self.span = -(-rows // (self.chunks * ranks))
@@ -50,7 +61,9 @@ class FullyShardedTables:
             first = chunk * self.chunk_rows + group.rank() * self.span
             mine += [piece.cut(first, first + self.span, chunk * self.span) for piece in pieces]
         mine = [piece for piece in mine if piece is not None]
-        self.own = Tables(mine, self.chunks * self.span, dim, device, eps=eps, dtype=dtype)
+        self.own = Tables(
+            mine, self.chunks * self.span, dim, device, eps=eps, dtype=dtype, numbers=self.numbers
+        )
 
     @property
     def pieces(self) -> list[Piece]:
@@ -75,52 +88,47 @@ class FullyShardedTables:
     def initialise(self, std: float, seed: int) -> None:
         self.own.initialise(std, seed)
 
-    def lookup(self, rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """`[N, dim]` of `dtype`: rows int64 `[N]` in the shard's numbering."""
-        return (self._read_rows(rows) if self.reads == "rows" else self._read_chunks(rows)).to(dtype)
+    def request(self, rows: Tensor, learn: bool) -> SharedRequest:
+        """As `Tables.request`, with rows in the shard's numbering; the ids go to the ranks that store the rows."""
+        chunks = list(self._by_chunk(rows)) if self.reads == "chunks" else None
+        if chunks is not None and (not learn or self.semantics == "average"):
+            return SharedRequest(rows, chunks)
+        within, height = rows % max(self.chunk_rows, 1), self.own.weight.shape[0]
+        stored = rows // max(self.chunk_rows, 1) * self.span + within % max(self.span, 1)
+        wanted = Duplicates.of(within // max(self.span, 1) * height + stored)
+        edges = torch.arange(self.copies.id_group.size() + 1, device=rows.device) * height
+        sent, received = swap_counts(torch.searchsorted(wanted.distinct, edges).diff(), self.copies.id_group)
+        asked = exchange(wanted.distinct % max(height, 1), sent, received, self.copies.id_group)
+        return SharedRequest(rows, chunks, wanted, sent, received, self.own.request(asked, learn))
 
-    def _read_rows(self, rows: Tensor) -> Tensor:
-        """Ask the ranks that store them for the distinct rows."""
-        wanted, inverse = torch.unique(rows, return_inverse=True)
-        parcel = self._parcel(wanted)
-        found = self.weight.index_select(0, self._send(parcel, parcel.stored))
-        back = self._exchange(found, parcel.received, parcel.sent)
-        return torch.empty_like(back).index_copy_(0, parcel.order, back).index_select(0, inverse).float()
+    def lookup(self, request: SharedRequest, dtype: torch.dtype) -> Tensor:
+        """`dtype` `[N, dim]`: the rows of the request."""
+        if request.chunks is not None:
+            return self._read_chunks(request, dtype)
+        found = self.own.lookup(request.asked, dtype)
+        found = exchange(found, request.received, request.sent, self.copies.group)
+        return gather_rows(found, request.wanted.inverse)
 
-    def _read_chunks(self, rows: Tensor) -> Tensor:
+    def _read_chunks(self, request: SharedRequest, dtype: torch.dtype) -> Tensor:
         """Gather every chunk once, used or not."""
-        out = rows.new_empty(rows.shape[0], self.own.dim, dtype=torch.float32)
-        for (first, where), whole in zip(self._by_chunk(rows), self._gathered([self.weight]), strict=True):
+        rows = request.rows
+        out = rows.new_empty(rows.shape[0], self.own.dim, dtype=dtype)
+        for (first, where), whole in zip(request.chunks, self._gathered([self.weight]), strict=True):
             found = whole[0].index_select(0, rows.index_select(0, where) - first)
-            out.index_copy_(0, where, found.float())
+            out.index_copy_(0, where, found.to(dtype))
         return out
 
-    def update(self, rows: Tensor, grads: Tensor, lr: float) -> None:
-        """As `ReplicatedTables.update`, with rows in the shard's numbering."""
-        rows, grads = sum_duplicates(rows, grads)
+    def update(self, arrived: list[tuple[SharedRequest, Tensor]], lr: float) -> None:
+        """As `ReplicatedTables.update`."""
         if self.semantics == "average":
-            self._update_average(rows, grads, lr)
-        else:
-            parcel = self._parcel(rows)
-            self.own.update(self._send(parcel, parcel.stored), self._send(parcel, grads), lr)
-
-    def _parcel(self, rows: Tensor) -> _Parcel:
-        """Sort rows by the rank that stores them and tell each rank how many come."""
-        owner = rows % max(self.chunk_rows, 1) // max(self.span, 1)
-        stored = rows // max(self.chunk_rows, 1) * self.span + rows % max(self.span, 1)
-        sent = torch.bincount(owner, minlength=self.group.size())
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
-        return _Parcel(owner.argsort(stable=True), stored, *torch.stack([sent, received]).tolist())
-
-    def _send(self, parcel: _Parcel, values: Tensor) -> Tensor:
-        """One value for each row to the rank that stores it -> what this rank was sent, in rank order."""
-        return self._exchange(values.index_select(0, parcel.order), parcel.sent, parcel.received)
-
-    def _exchange(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        out = values.new_empty(sum(received), *values.shape[1:])
-        dist.all_to_all_single(out, values, received, sent, group=self.group)
-        return out
+            rows = Duplicates.of(torch.cat([request.rows for request, _ in arrived]))
+            self._update_average(rows.distinct, rows.sum(torch.cat([grads for _, grads in arrived])), lr)
+            return
+        own = [
+            (request.asked, exchange(request.wanted.sum(grads), request.sent, request.received, self.copies.group))
+            for request, grads in arrived
+        ]
+        self.own.update(own, lr)
 
     def _update_average(self, rows: Tensor, grads: Tensor, lr: float) -> None:
         """Gather each chunk, update it with this rank's gradients, and keep the mean over ranks of this rank's part."""
@@ -132,15 +140,16 @@ class FullyShardedTables:
     def _update_chunk(self, chunk: int, whole: list[Tensor], rows: Tensor, grads: Tensor, lr: float) -> None:
         first, own = chunk * self.chunk_rows, self.own
         pieces = [piece.cut(first, first + self.chunk_rows, 0) for piece in self.pieces_of_shard]
-        copy = Tables([p for p in pieces if p], 0, own.dim, rows.device, eps=own.eps, dtype=own.weight.dtype)
+        options = {"eps": own.eps, "dtype": own.weight.dtype, "numbers": self.numbers}
+        copy = Tables([p for p in pieces if p], 0, own.dim, rows.device, **options)
         copy.weight, copy.moment = whole
         copy.updates = own.updates
-        copy.update(rows, grads, lr)
+        copy.update([(copy.request(rows, learn=True), grads)], lr)
         for stored, updated in zip((own.weight, own.moment), whole, strict=True):
             part = stored.narrow(0, chunk * self.span, self.span)
             mean = torch.empty_like(part, dtype=torch.float32)
-            reduce_scatter(mean, updated.float(), group=self.group)
-            part.copy_(mean / self.group.size())
+            reduce_scatter(mean, updated.float(), group=self.copies.group)
+            part.copy_(mean / self.copies.group.size())
 
     def _by_chunk(self, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
         """For each chunk its first row and which of `rows` lie in it (int64 positions)."""
@@ -161,7 +170,7 @@ class FullyShardedTables:
             for tensor in stored:
                 part = tensor.narrow(0, chunk * self.span, self.span)
                 whole = part.new_empty(self.chunk_rows, *part.shape[1:])
-                begun.append((whole, all_gather(whole, part, group=self.group, async_op=True)))
+                begun.append((whole, all_gather(whole, part, group=self.copies.group, async_op=True)))
             return begun
 
         ahead = start(0)
@@ -176,7 +185,7 @@ class FullyShardedTables:
     def num_bytes(self) -> int:
         return self.own.num_bytes()
 
-    def saves(self) -> bool:
+    def first_copy(self) -> bool:
         return True
 
     def assert_equal(self) -> None:

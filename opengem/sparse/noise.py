@@ -23,17 +23,12 @@ def key(*parts: str | int) -> int:
     return zlib.crc32("/".join(map(str, parts)).encode())
 
 
-def step_keys(keys: Tensor, step: int) -> Tensor:
-    """Keys (int64 tensor) of one step from keys of parameters."""
-    return _mix(keys ^ (step & _LOW))
-
-
 def bits(key: int | Tensor, element: Tensor) -> Tensor:
     """Uniform 32-bit numbers in an int64 tensor; `element` int64, any shape, >= 0. Two rounds of a 32-bit finaliser."""
     return _mix((element & _LOW) ^ _mix((element >> 32) ^ key) & _LOW)
 
 
-def _mix(x: Tensor) -> Tensor:
+def _mix(x: int | Tensor) -> int | Tensor:
     x = (x ^ (x >> 16)) * 0x7FEB352D & _LOW
     x = (x ^ (x >> 15)) * 0x846CA68B & _LOW
     return x ^ (x >> 16)
@@ -53,50 +48,52 @@ def fill_normal(out: Tensor, key: int, first_row: int, std: float) -> None:
 def stochastic_round(x: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
     """Round float32 `x` to bfloat16 or float16, up or down with the probability that makes the mean exact.
 
-    noise: int64 of x's shape, uniform 32-bit numbers (`bits`). float16 saturates at its largest finite value.
-    float32 is returned as it is.
+    noise: int64 of x's shape, uniform 32-bit numbers, of which the top bits are used. float16 saturates at its largest
+    finite value. float32 is returned as it is.
     """
     if dtype == torch.float32:
         return x
     dropped = 16 if dtype == torch.bfloat16 else 13
-    limit = torch.finfo(dtype).max
-    raised = (x.view(torch.int32) + (noise & ((1 << dropped) - 1)).int()) & -(1 << dropped)
-    rounded = torch.where(x.isfinite(), raised.view(torch.float32), x)
-    if dtype == torch.float16:
-        # Below 2^-14 float16 has fixed steps of 2^-24.
-        steps = (x.abs() * 2**24 + (noise & 0x1FFF) / 2**13).floor() * 2**-24
-        rounded = torch.where(x.abs() < 2**-14, steps.copysign(x), rounded).clamp(-limit, limit)
-    return rounded.to(dtype)
+    draw, keep = (noise >> (32 - dropped)).int(), -(1 << dropped)
+    if dtype == torch.bfloat16:
+        return ((x.view(torch.int32) + draw) & keep).view(torch.float32).to(dtype)
+    size = x.abs()
+    lift = torch.where(size < 2**-14, 2**-14, 0.0)  # below 2^-14 float16 has fixed steps of 2^-24
+    raised = (((size + lift).view(torch.int32) + draw) & keep).view(torch.float32) - lift
+    return torch.where(raised > 65504.0, 65504.0, raised).copysign(x).to(dtype)
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """The noise of stochastic rounding for a matrix that holds runs of several tables.
+    """The noise of stochastic rounding for a matrix that holds runs of the rows of all tables.
 
-    starts: int64 `[P]`, first row of each run in the matrix, ascending. shifts: add to a row of the matrix to get the
-    row of the whole table. keys: of the table. The noise of an element so depends on (table, step, element) alone.
+    starts: int64 `[P]`, first row of each run in the matrix, ascending. shifts: add to a row of the matrix to get its
+    number among the rows of all tables. The noise of an element so depends on (row of all tables, column, step) alone.
     """
 
     starts: Tensor
     shifts: Tensor
-    keys: Tensor
 
     @classmethod
-    def of(cls, runs: list[tuple[str, int, int]], device: torch.device | str) -> Rounding:
-        """From (table, first row in the table, first row in the matrix) of each run, in order of the matrix."""
-        columns = [(at, first - at, key("round", table)) for table, first, at in runs] or [(0, 0, 0)]
+    def of(cls, runs: list[tuple[int, int]], device: torch.device | str) -> Rounding:
+        """From (number of its first row among the rows of all tables, first row in the matrix) of each run, in order
+        of the matrix. Runs that go on where the one before ended are one."""
+        columns: list[tuple[int, int]] = []
+        for number, at in runs or [(0, 0)]:
+            if not columns or columns[-1][1] != number - at:
+                columns.append((at, number - at))
         return cls(*torch.tensor(columns, device=device).T.contiguous())
 
-    def at_step(self, step: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        """(starts, shifts, keys of that step); None where no number will be drawn."""
-        return self.starts, self.shifts, self.keys if step is None else step_keys(self.keys, step)
+    def at_step(self, step: int) -> tuple[Tensor, Tensor, int]:
+        """(starts, shifts, 31-bit key of that step)."""
+        return self.starts, self.shifts, _mix(key("round") ^ (step & _LOW)) >> 1
 
     def __call__(self, values: Tensor, rows: Tensor, dtype: torch.dtype, step: int) -> Tensor:
         """float32 `values` `[N, D]` of rows int64 `[N]` of the matrix, in `dtype`."""
         if dtype == torch.float32:
             return values
-        run = torch.searchsorted(self.starts, rows, right=True) - 1
-        columns = torch.arange(values.shape[1], device=rows.device)
-        element = (rows + self.shifts[run])[:, None] * values.shape[1] + columns
-        keys = step_keys(self.keys, step)[run]
-        return stochastic_round(values, dtype, bits(keys[:, None], element))
+        starts, shifts, step_key = self.at_step(step)
+        drawn = bits(step_key, rows + shifts[torch.searchsorted(starts, rows, right=True) - 1])
+        columns = torch.arange(values.shape[1], device=rows.device) * 0x9E3779B9
+        x = (drawn[:, None] + columns) & _LOW
+        return stochastic_round(values, dtype, (x ^ (x >> 16)) * 0x7FEB352D & _LOW)

@@ -28,7 +28,7 @@ class Pipeline:
 
     def __init__(self, batches: Iterable[Batch], collection: EmbeddingCollection) -> None:
         self.batches, self.collection = batches, collection
-        self.device = collection.reader.device
+        self.device = collection.device
         self.side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def __iter__(self) -> Iterator[tuple[Batch, Embedded]]:

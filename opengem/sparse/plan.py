@@ -1,8 +1,9 @@
-"""Which rank of a shard group keeps which rows: table-wise, or row-wise over one node or over all ranks.
+"""Which rank of a shard group keeps which rows: table-wise, row-wise over one node or over all ranks, or a copy each.
 
-A plan is a list of pieces for each rank. Small tables go whole to the rank with the least to do; a table too large for
-one rank's fair part is cut into equal runs of rows over the ranks of one node, and one too large for a node's part over
-all ranks. Columns are never cut: row-wise optimisers need the whole row.
+A plan is a list of pieces for each rank. Tables go whole to the rank with the least to do; a table too large for one
+rank's fair part is cut into equal runs of rows over the ranks of one node, and one too large for a node's part over all
+ranks. Tables of a few rows, which every batch touches, may be copied to every rank (data-parallel): their owner would
+else answer all others. Columns are never cut: row-wise optimisers need the whole row.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from dataclasses import dataclass
 from opengem.errors import UserError
 from opengem.sparse.table import Piece
 
-PLACEMENTS = ("table", "node", "row")
+PLACEMENTS = ("table", "node", "row", "copy")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """pieces: for each rank, what it keeps, numbered from row 0 of its matrix without gaps. placement: table -> kind.
+    """pieces: for each rank, what it keeps, numbered from row 0 of its matrix without gaps; copied tables are in none.
+
+    placement: table -> kind.
 
     load: for each rank, ids a sample it will look up (or whatever unit `plan` was given).
     """
@@ -43,12 +46,13 @@ class Plan:
 
 def plan(
     rows: dict[str, int], world_size: int, *, row_bytes: int, load: dict[str, float] | None = None,
-    ranks_per_node: int = 0, placement: dict[str, str] | None = None) -> Plan:
+    ranks_per_node: int = 0, placement: dict[str, str] | None = None, copy_rows: int = 0) -> Plan:
     """Place tables (name -> rows) on `world_size` ranks.
 
     row_bytes: bytes of a row with its optimiser state. load: table -> ids looked up a sample, measured or counted
-    (default 1 each). ranks_per_node: ranks that share the fast links (0: all). placement: table -> "table", "node" or
-    "row" to decide by hand. The result depends on the arguments alone, so every rank makes the same plan.
+    (default 1 each). ranks_per_node: ranks that share the fast links (0: all). placement: table -> "table", "node",
+    "row" or "copy" to decide by hand. copy_rows: copy tables of at most that many rows. The result depends on the
+    arguments alone, so every rank makes the same plan.
     """
     load = load or dict.fromkeys(rows, 1.0)
     node = ranks_per_node or world_size
@@ -56,9 +60,11 @@ def plan(
         raise UserError(f"plan: {world_size} ranks are no multiple of {node} ranks a node")
     fair = sum(rows.values()) / world_size
     kinds = {name: "table" if n <= fair else "node" if n <= fair * node else "row" for name, n in rows.items()}
-    kinds.update(_checked(placement or {}, rows))
+    kinds |= {name: "copy" for name, n in rows.items() if n <= copy_rows}
+    kinds |= _checked(placement or {}, rows)
     book = _Book([[] for _ in range(world_size)], [0.0] * world_size, sum(rows.values()) or 1, sum(load.values()) or 1)
-    for name in sorted(rows, key=lambda name: (-PLACEMENTS.index(kinds[name]), -rows[name], name)):
+    spread = [name for name in rows if kinds[name] != "copy"]
+    for name in sorted(spread, key=lambda name: (-PLACEMENTS.index(kinds[name]), -rows[name], name)):
         width = {"table": 1, "node": node, "row": world_size}[kinds[name]]
         first = min(range(0, world_size, width), key=lambda rank: (book.busy(rank, width), rank))
         for i in range(width):

@@ -14,49 +14,85 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opengem.config import ShardedSparseConfig
+from opengem.config import SparseConfig
 from opengem.data.schema import Feature, Schema
-from opengem.mesh import Mesh
-from opengem.sparse.collection import EmbeddingCollection, Route, pieces_of, row_dtype, slots_of, table_rows
+from opengem.kernels.jagged_ops.op import gather_rows
+from opengem.mesh import Mesh, exchange, swap_counts
+from opengem.sparse.collection import (
+    EmbeddingCollection,
+    LocalRouter,
+    Route,
+    pieces_of,
+    row_dtype,
+    slots_of,
+    table_rows,
+)
 from opengem.sparse.fully_sharded_2d import FullyShardedTables
+from opengem.sparse.joined import JoinedCollections
 from opengem.sparse.plan import Plan, plan
-from opengem.sparse.sharded_2d import ReplicatedTables
-from opengem.sparse.table import Tables, sum_duplicates
+from opengem.sparse.sharded_2d import Copies, ReplicatedTables
+from opengem.sparse.table import Duplicates, Tables
 
 
 def shard(
-    schema: Schema, features: list[Feature], config: ShardedSparseConfig, device: torch.device | str, seed: int,
-    mesh: Mesh, placement: dict[str, str] | None = None) -> EmbeddingCollection:
+    schema: Schema, features: list[Feature], config: SparseConfig, device: torch.device | str, seed: int, mesh: Mesh,
+    placement: dict[str, str] | None = None) -> EmbeddingCollection | JoinedCollections:
     """The collection of `mesh.sparse`: V1 when sparse_replica is 1, else V2, or V3 with `config.fully_shard`.
 
     Collective: every rank calls it with equal arguments. placement: table -> kind, to decide by hand (`plan`).
     """
     slots = slots_of(schema, features, config.max_rows)
     rows = table_rows(slots)
-    group, replicas = mesh.sparse.get_group("sparse_shard"), mesh.sparse.get_group("sparse_replica")
-    width = group.size()
+    group, id_group = (axes.get_group("sparse_shard") for axes in (mesh.sparse, mesh.ids))
+    copies = Copies(*(axes.get_group("sparse_replica") for axes in (mesh.sparse, mesh.ids)))
     row_bytes = config.dim * row_dtype(config).itemsize + 4
     load = {name: float(sum(slot.table == name for slot in slots)) for name in rows}
-    made = plan(rows, width, row_bytes=row_bytes, load=load, placement=placement)
-    router = AllToAllRouter(rows, made, group, device)
-    pieces, count = list(made.pieces[group.rank()]), made.rows(group.rank())
-    options = {"eps": config.eps, "dtype": row_dtype(config)}
+    made = plan(
+        rows, group.size(), row_bytes=row_bytes, load=load, placement=placement, copy_rows=config.copy_rows
+    )
+    numbers = {piece.table: piece.at for piece in pieces_of(rows)}
+    options = {"eps": config.eps, "dtype": row_dtype(config), "numbers": numbers}
+    arguments, parts = (schema, features, config, device, seed), []
+    copied = {name: n for name, n in rows.items() if made.placement[name] == "copy"}
+    if len(copied) < len(rows):
+        sharded = {name: n for name, n in rows.items() if name not in copied}
+        router = AllToAllRouter(sharded, made, group, id_group, device)
+        storage = _storage(made, config, device, group.rank(), copies, options)
+        parts.append(EmbeddingCollection(*arguments, router, storage, sharded))
+    if copied:
+        everyone, shape = Copies(dist.group.WORLD, dist.new_group()), (sum(copied.values()), config.dim, device)
+        storage = ReplicatedTables(pieces_of(copied), *shape, everyone, "exact", **options)
+        parts.append(EmbeddingCollection(*arguments, CopyRouter(), storage, copied))
+    return parts[0] if len(parts) == 1 else JoinedCollections(parts)
+
+
+def _storage(
+    made: Plan, config: SparseConfig, device: torch.device | str, rank: int, copies: Copies, options: dict) -> Tables:
+    """What rank `rank` of a shard group keeps."""
+    shape = (list(made.pieces[rank]), made.rows(rank), config.dim, device)
     if config.fully_shard:
-        storage = FullyShardedTables(
-            pieces, count, config.dim, device, replicas, config.replicas, config.reads, config.chunk_mb << 20, **options
-        )
-    elif replicas.size() > 1:
-        storage = ReplicatedTables(pieces, count, config.dim, device, replicas, config.replicas, **options)
-    else:
-        storage = Tables(pieces, count, config.dim, device, **options)
-    return EmbeddingCollection(schema, features, config, device, seed, router, storage, config.check_replicas)
+        chunk_bytes = config.chunk_mb << 20
+        return FullyShardedTables(*shape, copies, config.replicas, config.reads, chunk_bytes, **options)
+    if copies.group.size() > 1:
+        return ReplicatedTables(*shape, copies, config.replicas, **options)
+    return Tables(*shape, **options)
+
+
+class CopyRouter(LocalRouter):
+    """For tables of which every process holds a copy: no id or vector travels (gradients do in the storage)."""
+
+    def agree(self, flag: Tensor) -> Tensor:
+        return agree_everywhere(flag)
+
+    def gather(self, own: Tensor) -> Tensor:
+        return sum_everywhere(own)
 
 
 @dataclass(frozen=True)
 class RemoteRoute(Route):
-    """inverse: int64 `[N]`, which distinct row each id is. sent, received: distinct rows by rank, host ints."""
+    """ids: the ids of this rank. sent, received: distinct rows by rank, host ints."""
 
-    inverse: Tensor
+    ids: Duplicates
     sent: list[int]
     received: list[int]
 
@@ -64,11 +100,14 @@ class RemoteRoute(Route):
 class AllToAllRouter:
     """Sends each distinct row number to the rank that keeps it; vectors and gradients travel the same way.
 
-    Every method is collective over `group`; a rank without ids takes part with empty messages.
+    Every method is collective over `group` (ids: `id_group`, the same ranks); a rank without ids takes part with empty
+    messages.
     """
 
-    def __init__(self, rows: dict[str, int], made: Plan, group: dist.ProcessGroup, device: torch.device | str) -> None:
-        self.group, self.ranks = group, group.size()
+    def __init__(
+        self, rows: dict[str, int], made: Plan, group: dist.ProcessGroup, id_group: dist.ProcessGroup,
+        device: torch.device | str) -> None:
+        self.group, self.id_group, self.ranks = group, id_group, group.size()
         self.rows_a_rank = max([made.rows(rank) for rank in range(self.ranks)] + [1])
         begin = {piece.table: piece.at for piece in pieces_of(rows)}
         runs = sorted(
@@ -85,31 +124,34 @@ class AllToAllRouter:
     def send_ids(self, rows: Tensor) -> RemoteRoute:
         """rows: int64 `[N]` in the numbering of all tables -> the rows that were asked of this rank."""
         places = rows + self.shifts[torch.searchsorted(self.starts, rows, right=True) - 1]
-        wanted, inverse = torch.unique(places, return_inverse=True)
-        sent = torch.searchsorted(wanted, self.edges).diff()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
-        sent, received = torch.stack([sent, received]).tolist()
-        return RemoteRoute(self._exchange(wanted % self.rows_a_rank, sent, received), inverse, sent, received)
+        ids = Duplicates.of(places)
+        sent, received = swap_counts(torch.searchsorted(ids.distinct, self.edges).diff(), self.id_group)
+        asked = exchange(ids.distinct % self.rows_a_rank, sent, received, self.id_group)
+        return RemoteRoute(asked, ids, sent, received)
 
     def vectors(self, route: RemoteRoute, found: Tensor) -> Tensor:
-        return self._exchange(found, route.received, route.sent).index_select(0, route.inverse)
+        found = exchange(found, route.received, route.sent, self.group)
+        return gather_rows(found, route.ids.inverse)
 
-    def grads(self, route: RemoteRoute, grads: Tensor) -> tuple[Tensor, Tensor]:
-        _, summed = sum_duplicates(route.inverse, grads.float())
-        return route.rows, self._exchange(summed, route.sent, route.received)
+    def grads(self, route: RemoteRoute, grads: Tensor) -> Tensor:
+        return exchange(route.ids.sum(grads), route.sent, route.received, self.group)
 
     def agree(self, flag: Tensor) -> Tensor:
-        votes = flag.to(torch.int32)
-        dist.all_reduce(votes, dist.ReduceOp.MIN)
-        return votes.bool()
+        return agree_everywhere(flag)
 
     def gather(self, own: Tensor) -> Tensor:
-        whole = own.float()  # each row comes from one rank, so the sum is exact
-        dist.all_reduce(whole)
-        return whole.to(own.dtype)
+        return sum_everywhere(own)
 
-    def _exchange(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        out = values.new_empty(sum(received), *values.shape[1:])
-        dist.all_to_all_single(out, values.contiguous(), received, sent, group=self.group)
-        return out
+
+def agree_everywhere(flag: Tensor) -> Tensor:
+    """0-dim bool: whether `flag` holds on all processes of the job."""
+    votes = flag.to(torch.int32)
+    dist.all_reduce(votes, dist.ReduceOp.MIN)
+    return votes.bool()
+
+
+def sum_everywhere(own: Tensor) -> Tensor:
+    """The sum over all processes of the job, of rows that one of them has and the others hold as 0: exact."""
+    whole = own.float()
+    dist.all_reduce(whole)
+    return whole.to(own.dtype)

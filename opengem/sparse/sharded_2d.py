@@ -6,16 +6,40 @@ Two-dimensional sparse parallelism is described in arXiv 2508.03854.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opengem.mesh import all_gather
-from opengem.sparse.table import Piece, Tables, sum_duplicates
+from opengem.mesh import all_gather, assert_equal
+from opengem.sparse.lookup import op
+from opengem.sparse.table import Duplicates, Piece, Request, Tables
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The ranks that hold the same rows: a group for vectors and gradients, and one of the same ranks for ids."""
+
+    group: dist.ProcessGroup
+    id_group: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class CopyRequest:
+    """own: what this copy asked for. distinct: the duplicates in it. counts: distinct rows of each copy, host ints.
+
+    joined: the distinct rows of all copies, one copy after the other.
+    """
+
+    own: Request
+    distinct: Duplicates | None = None
+    counts: list[int] | None = None
+    joined: Request | None = None
 
 
 class ReplicatedTables(Tables):
-    """`Tables` of which every rank of `group` holds a copy.
+    """`Tables` of which every rank of `copies` holds a copy.
 
     semantics "exact": gradients of a row are summed over the copies and applied to each, as one process with the
     joined batch would. "average": each copy applies its own gradients, then rows and state are averaged; a row that
@@ -23,26 +47,45 @@ class ReplicatedTables(Tables):
     """
 
     def __init__(
-        self, pieces: list[Piece], rows: int, dim: int, device: torch.device | str, group: dist.ProcessGroup,
-        semantics: str, **options) -> None:
+        self, pieces: list[Piece], rows: int, dim: int, device: torch.device | str, copies: Copies, semantics: str,
+        **options) -> None:
         super().__init__(pieces, rows, dim, device, **options)
-        self.group, self.semantics = group, semantics
+        self.copies, self.semantics = copies, semantics
 
-    def update(self, rows: Tensor, grads: Tensor, lr: float) -> None:
-        """`Tables.update` over the rows and gradients of all copies; collective over the group."""
+    def request(self, rows: Tensor, learn: bool) -> CopyRequest:
+        """As `Tables.request`; collective: every copy asks for its own rows."""
+        if not learn or self.semantics == "average":
+            return CopyRequest(super().request(rows, learn))
+        distinct = Duplicates.of(rows)
+        counts = rows.new_empty(self.copies.id_group.size())
+        all_gather(counts, rows.new_tensor([distinct.distinct.shape[0]]), group=self.copies.id_group)
+        counts = counts.tolist()
+        joined = gather_uneven(distinct.distinct, counts, self.copies.id_group)
+        joined = Request(joined, op.sort_rows(self.weight, joined))
+        return CopyRequest(Request(rows, None), distinct, counts, joined)
+
+    def lookup(self, request: CopyRequest, dtype: torch.dtype) -> Tensor:
+        return super().lookup(request.own, dtype)
+
+    def update(self, arrived: list[tuple[CopyRequest, Tensor]], lr: float) -> None:
+        """`Tables.update` over the rows and gradients of all copies; collective."""
         if self.semantics == "average":
-            super().update(rows, grads, lr)
+            super().update([(request.own, grads) for request, grads in arrived], lr)
             for tensor in (self.weight, self.moment):
-                average(tensor, self.group)
-        else:
-            super().update(*gather_rows(*sum_duplicates(rows, grads), self.group), lr)
+                average(tensor, self.copies.group)
+            return
+        joined = [
+            (request.joined, gather_uneven(request.distinct.sum(grads), request.counts, self.copies.group))
+            for request, grads in arrived
+        ]
+        super().update(joined, lr)
 
-    def saves(self) -> bool:
-        return self.group.rank() == 0
+    def first_copy(self) -> bool:
+        return self.copies.group.rank() == 0
 
     def assert_equal(self) -> None:
-        assert_copies_equal(self.weight, "rows", self.group)
-        assert_copies_equal(self.moment, "moments", self.group)
+        assert_equal(self.weight, "the tables", self.copies.group)
+        assert_equal(self.moment, "the tables' moments", self.copies.group)
 
 
 def average(tensor: Tensor, group: dist.ProcessGroup) -> None:
@@ -52,31 +95,12 @@ def average(tensor: Tensor, group: dist.ProcessGroup) -> None:
     tensor.copy_(total / group.size())
 
 
-def gather_rows(rows: Tensor, grads: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """(rows, gradients) of every rank of the group, in rank order. Ranks may bring different numbers, also none."""
-    counts = rows.new_empty(group.size())
-    all_gather(counts, rows.new_tensor([rows.shape[0]]), group=group)
-    counts = counts.tolist()
+def gather_uneven(own: Tensor, counts: list[int], group: dist.ProcessGroup) -> Tensor:
+    """The values of every rank of the group, in rank order; `counts[r]` of rank r, also none."""
     longest = max(counts)
-
-    def gather(own: Tensor) -> Tensor:
-        padded = own.new_zeros(longest, *own.shape[1:])
-        padded[: own.shape[0]] = own
-        out = own.new_empty(group.size() * longest, *own.shape[1:])
-        all_gather(out, padded, group=group)
-        parts = out.unflatten(0, (group.size(), longest)) if longest else [out] * group.size()
-        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
-
-    return gather(rows), gather(grads)
-
-
-def assert_copies_equal(tensor: Tensor, what: str, group: dist.ProcessGroup) -> None:
-    """RuntimeError unless every rank of the group holds the same bits (compares all of them; for checks)."""
-    integers = {2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize]
-    lowest, highest = (tensor.view(integers).to(torch.int32, copy=True) for _ in range(2))
-    dist.all_reduce(lowest, dist.ReduceOp.MIN, group=group)
-    dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
-    wrong = (lowest != highest).flatten().nonzero()
-    if wrong.numel():
-        row = int(wrong[0]) // (tensor.shape[1] if tensor.dim() > 1 else 1)
-        raise RuntimeError(f"sparse replicas differ: {wrong.numel()} values of the {what}, first in row {row}")
+    padded = own.new_zeros(longest, *own.shape[1:])
+    padded[: own.shape[0]] = own
+    out = own.new_empty(group.size() * longest, *own.shape[1:])
+    all_gather(out, padded, group=group)
+    parts = out.unflatten(0, (group.size(), longest)) if longest else [out] * group.size()
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])

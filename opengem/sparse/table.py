@@ -16,7 +16,6 @@ from opengem.kernels.jagged_ops.op import gather_rows
 from opengem.sparse import noise
 from opengem.sparse.lookup import op
 from opengem.sparse.lookup.optimiser import Optimiser
-from opengem.sparse.lookup.reference import sum_segments
 
 
 @dataclass(frozen=True)
@@ -38,20 +37,33 @@ class Piece:
         return Piece(self.table, self.first + begin - self.at, end - begin, at + begin - first) if begin < end else None
 
 
+@dataclass(frozen=True)
+class Request:
+    """Rows asked of a storage, and all that can be prepared before their values and gradients are known.
+
+    rows: int64 `[N]` in the storage's numbering. order: of the update that will follow, or None.
+    """
+
+    rows: Tensor
+    order: op.Order | None
+
+
 class Tables:
     """Rows and row-wise Adagrad state, kept whole on this device.
 
     weight: `[R, dim]`; moment: float32 `[R]`, the sum over steps of the mean squared gradient of each row.
-    pieces: what the rows are. R = 0 is ordinary.
+    pieces: what the rows are. R = 0 is ordinary. numbers: table -> number of its first row among the rows of all
+    tables, which keys the noise of 16-bit rows (default: as `pieces` lie).
     """
 
     def __init__(self, pieces: list[Piece], rows: int, dim: int, device: torch.device | str, *, eps: float,
-                 dtype: torch.dtype = torch.float32) -> None:
+                 dtype: torch.dtype = torch.float32, numbers: dict[str, int] | None = None) -> None:
         self.pieces, self.dim, self.eps, self.updates = list(pieces), dim, eps, 0
         self.weight = torch.zeros(rows, dim, dtype=dtype, device=device)
         self.moment = torch.zeros(rows, dtype=torch.float32, device=device)
         self.optimiser = Optimiser("adagrad", eps)
-        runs = [(p.table, p.first, p.at) for p in self.pieces if p.rows]
+        numbers = numbers or {piece.table: piece.at - piece.first for piece in self.pieces}
+        runs = [(numbers[piece.table] + piece.first, piece.at) for piece in self.pieces if piece.rows]
         self.rounding = noise.Rounding.of(runs, device)
 
     def initialise(self, std: float, seed: int) -> None:
@@ -61,20 +73,26 @@ class Tables:
         self.moment.zero_()
         self.updates = 0
 
-    def lookup(self, rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """`[N, dim]` of `dtype`: the given rows (int64 `[N]`, in [0, R)) of the matrix."""
-        fewer_rows_than_ids = self.weight.shape[0] < rows.shape[0]
-        weight = self.weight.to(dtype) if fewer_rows_than_ids else self.weight  # convert the smaller of the two
-        return gather_rows(weight, rows).to(dtype)
+    def request(self, rows: Tensor, learn: bool) -> Request:
+        """Rows (int64 `[N]`, in [0, R), may repeat) that will be looked up and, if `learn`, updated."""
+        return Request(rows, op.sort_rows(self.weight, rows) if learn else None)
 
-    def update(self, rows: Tensor, grads: Tensor, lr: float) -> None:
-        """One step of row-wise Adagrad. rows: int64 `[N]`, may repeat; grads: float32 `[N, dim]`, one for each.
+    def lookup(self, request: Request, dtype: torch.dtype) -> Tensor:
+        """`dtype` `[N, dim]`: the rows of the request."""
+        fewer_rows_than_ids = self.weight.shape[0] < request.rows.shape[0]
+        weight = self.weight.to(dtype) if fewer_rows_than_ids else self.weight  # convert the smaller of the two
+        return gather_rows(weight, request.rows).to(dtype)
+
+    def update(self, arrived: list[tuple[Request, Tensor]], lr: float) -> None:
+        """One step of row-wise Adagrad, from requests and `[N, dim]` gradients of each of their rows.
 
         Gradients of one row are summed first; then moment += mean(grad²) and
         weight -= lr * grad / (sqrt(moment) + eps). Rows not named stay as they are. N = 0 is a no-op.
         """
         self.updates += 1
-        order = op.sort_rows(self.weight, rows)
+        order, grads = arrived[0][0].order, torch.cat([grads for _, grads in arrived])
+        if len(arrived) > 1:
+            order = op.sort_rows(self.weight, torch.cat([request.rows for request, _ in arrived]))
         op.update(self.weight, {"moment": self.moment}, order, grads, self.optimiser, lr=lr, step=self.updates,
                   rounding=self.rounding)
 
@@ -82,14 +100,35 @@ class Tables:
         """Persistent bytes of rows and state."""
         return self.weight.nbytes + self.moment.nbytes
 
-    def saves(self) -> bool:
-        """Whether this process writes these rows to a checkpoint (of several copies only one does)."""
+    def first_copy(self) -> bool:
+        """Whether these rows are the first of their copies."""
         return True
 
     def assert_equal(self) -> None:
         """RuntimeError if copies on other ranks differ; there are none here."""
 
 
-def sum_duplicates(rows: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
-    """(distinct rows ascending, their summed gradients); summed in order of appearance, so the same bits every time."""
-    return sum_segments(*rows.sort(stable=True), grads)
+@dataclass(frozen=True)
+class Duplicates:
+    """Which of row numbers int64 `[N]` are equal; made before their gradients are known, so `sum` waits for no host.
+
+    distinct: `[U]` ascending. inverse: `[N]`, which of them each is. order: `[N]`, positions sorted by row, stable.
+    segments: `[N]`, `inverse` in that order.
+    """
+
+    distinct: Tensor
+    inverse: Tensor
+    order: Tensor
+    segments: Tensor
+
+    @classmethod
+    def of(cls, rows: Tensor) -> Duplicates:
+        ascending, order = rows.sort(stable=True)
+        distinct, counts = torch.unique_consecutive(ascending, return_counts=True)
+        every = torch.arange(distinct.shape[0], device=rows.device)
+        segments = torch.repeat_interleave(every, counts, output_size=rows.shape[0])
+        return cls(distinct, torch.empty_like(order).index_copy_(0, order, segments), order, segments)
+
+    def sum(self, grads: Tensor) -> Tensor:
+        """float32 `[U, dim]`: gradients `[N, dim]` summed by row, in order of appearance: the same bits every time."""
+        return op.sum_segments(self.segments, self.order, self.distinct.shape[0], grads)

@@ -6,15 +6,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from opengem import checkpoint
 from opengem.errors import UserError
-from opengem.sparse import checkpoint
+from opengem.sparse.collection import EmbeddingCollection
 from opengem.sparse.plan import plan
 from tests.sparse.workers import (
+    DIM,
+    FEATURES,
     ROWS,
+    SCHEMA,
     SHORT,
-    copy,
+    config,
     everything,
-    make,
     one_process,
     spawn,
     trajectories,
@@ -99,13 +102,19 @@ def test_averaging_is_the_mean_of_copies_that_stepped_alone(world, runs):
 @many
 def test_copies_that_differ_in_one_bit_are_found(world, runs):
     for found in runs[world]:
-        assert found["divergence"] == "sparse replicas differ: 1 values of the rows, first in row 7"
+        assert found["divergence"] == "replicas differ: 1 values of the tables, first in row 7"
 
 
 @pytest.mark.multi
 @worlds
 def test_the_pipeline_changes_no_bit(world, runs):
     assert all(found["pipeline"] for found in runs[world])
+
+
+@pytest.mark.multi
+@worlds
+def test_a_batch_without_samples_changes_nothing_and_hangs_nobody(world, runs):
+    assert all(found["empty"] for found in runs[world])
 
 
 @pytest.mark.multi
@@ -139,26 +148,23 @@ def test_any_checkpoint_loads_into_any_generation_on_any_number_of_processes(run
 
 @pytest.mark.multi
 def test_eight_processes(reference):
-    for name, (losses, _, _) in spawn(trajectories, 8, 3, ("v1", "v2_2", "v3_2"))[0].items():
-        assert losses == pytest.approx(reference[SHORT][0][:3], rel=1e-6), name
+    for name, (losses, tables, _) in spawn(trajectories, 8, STEPS, ("v1", "v2_2", "v3_2", "v3_2_copied"))[0].items():
+        assert losses == pytest.approx(reference[STEPS][0], rel=1e-6, abs=1e-6), name
+        for table in ROWS:
+            torch.testing.assert_close(tables["weight"][table], reference[STEPS][1]["weight"][table], rtol=0, atol=1e-6)
 
 
-def test_a_checkpoint_that_lacks_rows_or_has_other_tables_is_refused(tmp_path, runs):
-    collection = make(1)
-    with pytest.raises(UserError, match="has no sparse"):
-        checkpoint.load(collection, tmp_path)
-    checkpoint.save(collection, tmp_path)
-    before = copy(collection.state_dict())
-    checkpoint.load(collection, tmp_path)
-    assert all(torch.equal(before["weight"][t], collection.state_dict()["weight"][t]) for t in ROWS)
-    saved = torch.load(tmp_path / "sparse.00000.pt")
-    saved["runs"] = [run for run in saved["runs"] if run["table"] != "shop"]
-    torch.save(saved, tmp_path / "sparse.00000.pt")
-    with pytest.raises(UserError, match="6 rows of table 'shop' are in none of its files"):
-        checkpoint.load(collection, tmp_path)
-    torch.save({**saved, "dim": 4}, tmp_path / "sparse.00000.pt")
-    with pytest.raises(UserError, match="of width 4, wanted"):
-        checkpoint.load(collection, tmp_path)
+def test_a_checkpoint_that_lacks_a_table_or_has_another_shape_is_refused(tmp_path):
+    ours = EmbeddingCollection(SCHEMA, FEATURES, config(), "cpu", seed=3)
+    state = ours.state_dict()
+    tables = {name: table for name, table in state["weight"].items() if name != "shop"}
+    for changed, message in (
+        ({**state, "weight": tables}, "Missing key in checkpoint state_dict: embeddings.weight.shop"),
+        ({**state, "weight": {**tables, "shop": torch.zeros(7, DIM)}}, "Size mismatch between saved"),
+    ):
+        path = checkpoint.save(tmp_path, 1, {"embeddings": changed}, keep=1)
+        with pytest.raises(UserError, match=message):
+            checkpoint.load(path, {"embeddings": ours.state_dict()})
 
 
 # ---- plans ---------------------------------------------------------------------------------------------------
@@ -189,10 +195,16 @@ def test_a_table_of_a_nodes_size_stays_inside_one_node():
     assert [{p.table for p in pieces} for pieces in made.pieces] == [{"mid"}, {"mid"}, {"rest"}, {"rest"}]
 
 
+def test_small_tables_are_copied_and_lie_in_no_piece():
+    made = plan({"big": 1000, "tiny": 5}, 2, row_bytes=36, copy_rows=5)
+    assert made.placement == {"big": "node", "tiny": "copy"}
+    assert [made.rows(rank) for rank in range(2)] == [500, 500]
+
+
 def test_a_plan_names_what_it_does_not_know():
     with pytest.raises(UserError, match="no table 'x'; tables are items"):
         plan({"items": 4}, 2, row_bytes=36, placement={"x": "row"})
-    with pytest.raises(UserError, match="placement 'column', wanted one of table, node, row"):
+    with pytest.raises(UserError, match="placement 'column', wanted one of table, node, row, copy"):
         plan({"items": 4}, 2, row_bytes=36, placement={"items": "column"})
     with pytest.raises(UserError, match="4 ranks are no multiple of 3"):
         plan({"items": 4}, 4, row_bytes=36, ranks_per_node=3)

@@ -16,16 +16,16 @@ import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from opengem import mesh
-from opengem.config import ShardedSparseConfig
+from opengem import checkpoint, mesh
+from opengem.config import SparseConfig
 from opengem.data.batch import Batch
 from opengem.data.schema import Feature, Label, Schema, Stream
 from opengem.jagged import Jagged
-from opengem.sparse import checkpoint
 from opengem.sparse.collection import EmbeddingCollection
 from opengem.sparse.fully_sharded_2d import FullyShardedTables
 from opengem.sparse.pipeline import Pipeline
 from opengem.sparse.sharded import shard
+from opengem.sparse.sharded_2d import Copies
 from opengem.sparse.table import Piece
 
 DIM, BATCH, SHORT = 8, 12, 8
@@ -140,11 +140,11 @@ def train(collection: EmbeddingCollection, rank: int, world: int, steps: int, fi
 def one_process(steps: int, **options) -> tuple[list[float], dict]:
     """The reference: every sample in this process."""
     collection = EmbeddingCollection(SCHEMA, FEATURES, config(**options), "cpu", seed=3)
-    return train(collection, 0, 1, steps), copy(collection.state_dict())
+    return train(collection, 0, 1, steps), collection.gather()
 
 
-def config(**options) -> ShardedSparseConfig:
-    return ShardedSparseConfig(dim=DIM, init_std=0.3, check_replicas=True, **options)
+def config(**options) -> SparseConfig:
+    return SparseConfig(dim=DIM, init_std=0.3, check_replicas=True, **options)
 
 
 def make(replicas: int, placement=None, chunk_bytes=0, replicas_option="exact", **options) -> EmbeddingCollection:
@@ -153,7 +153,7 @@ def make(replicas: int, placement=None, chunk_bytes=0, replicas_option="exact", 
     made = shard(SCHEMA, FEATURES, config(replicas=replicas_option, **options), "cpu", 3, meshes, placement)
     if chunk_bytes:
         own = made.storage
-        shape = (own.pieces_of_shard, sum(p.rows for p in own.pieces_of_shard), DIM, "cpu", own.group, own.semantics)
+        shape = (own.pieces_of_shard, sum(p.rows for p in own.pieces_of_shard), DIM, "cpu", own.copies, own.semantics)
         made.storage = type(own)(*shape, "chunks", chunk_bytes, eps=1e-8)
         made.reinitialise(3)
     return made
@@ -166,10 +166,13 @@ def copy(state: dict) -> dict:
 def generations(world: int) -> dict[str, dict]:
     """Name -> arguments of `make` for every generation that fits `world` processes."""
     made = {"v1": {"replicas": 1}, "v1_rows": {"replicas": 1, "placement": dict.fromkeys(ROWS, "row")}}
+    made["v1_copied"] = {"replicas": 1, "placement": dict.fromkeys(ROWS, "copy")}
     for replicas in {2, world} if world > 1 else ():
         made[f"v2_{replicas}"] = {"replicas": replicas}
         made[f"v3_{replicas}"] = {"replicas": replicas, "fully_shard": True}
         made[f"v3_{replicas}_chunks"] = {"replicas": replicas, "fully_shard": True, "chunk_bytes": 512}
+        made[f"v2_{replicas}_copied"] = {"replicas": replicas, "copy_rows": 20}
+        made[f"v3_{replicas}_copied"] = {"replicas": replicas, "fully_shard": True, "copy_rows": 6}
     return made
 
 
@@ -178,6 +181,7 @@ def everything(rank: int, world: int, steps: int, folder: str) -> dict:
     found = {"trajectories": trajectories(rank, world, steps), "checkpoints": checkpoints(rank, world, folder)}
     found["pipeline"] = pipeline(rank, world)
     found["uneven"] = uneven_batches(rank, world)
+    found["empty"] = empty_batch(rank, world)
     if world > 1:
         found["average"] = average(rank, world)
         found["divergence"] = divergence(rank, world)
@@ -185,7 +189,7 @@ def everything(rank: int, world: int, steps: int, folder: str) -> dict:
     return found
 
 
-MAIN = ("v1", "v2_2", "v3_2", "v3_2_chunks")
+MAIN = ("v1", "v2_2", "v3_2", "v3_2_chunks", "v3_2_copied")
 
 
 def trajectories(rank: int, world: int, steps: int, names: tuple[str, ...] = ()) -> dict:
@@ -196,7 +200,7 @@ def trajectories(rank: int, world: int, steps: int, names: tuple[str, ...] = ())
             continue
         collection = make(**arguments)
         losses = train(collection, rank, world, steps if name in MAIN else min(steps, SHORT))
-        found[name] = (losses, collection.state_dict(), collection.num_bytes())
+        found[name] = (losses, collection.gather(), collection.num_bytes())
     return found
 
 
@@ -207,9 +211,11 @@ def checkpoints(rank: int, world: int, folder: str) -> dict:
     for name, arguments in chosen.items():
         for saved in before:
             collection = make(**arguments)
-            checkpoint.load(collection, saved)
+            state = {"embeddings": collection.state_dict()}
+            checkpoint.load(checkpoint.find(saved), state)
+            collection.load_state_dict(state["embeddings"])
             loaded[f"{saved.name} into {name} on {world}"] = (
-                copy(collection.state_dict()),
+                collection.gather(),
                 train(collection, rank, world, 1, first=2),
             )
     if world > 1:
@@ -217,9 +223,7 @@ def checkpoints(rank: int, world: int, folder: str) -> dict:
     for name, arguments in chosen.items():
         collection = make(**arguments)
         train(collection, rank, world, 2)
-        path = Path(folder) / f"{name} on {world}"
-        path.mkdir(exist_ok=True)
-        checkpoint.save(collection, path, rank)
+        checkpoint.save(Path(folder) / f"{name} on {world}", 1, {"embeddings": collection.state_dict()}, keep=1)
     if world > 1:
         dist.barrier()
     return loaded
@@ -255,6 +259,22 @@ def uneven_batches(rank: int, world: int) -> str:
     return f"{done}"
 
 
+def empty_batch(rank: int, world: int) -> bool:
+    """Whether a step on a batch without any sample, on all processes, changes no row in any generation."""
+    same = True
+    for arguments in generations(world).values():
+        collection = make(**arguments)
+        before = collection.gather()
+        batch = random_batch(0, size=0)
+        loss_of(batch, collection(batch)).backward()
+        assert bool(collection.finite())
+        collection.step(0.05)
+        after = collection.gather()
+        for kind in ("weight", "moment"):
+            same &= all(torch.equal(before[kind][name], after[kind][name]) for name in ROWS)
+    return same
+
+
 def average(rank: int, world: int) -> dict:
     """Averaging V2 and V3, and the same by hand: every copy steps alone, then the mean of all."""
     kinds = {"v2": {}, "v3": {"fully_shard": True}, "v3_chunks": {"fully_shard": True, "chunk_bytes": 512}}
@@ -262,7 +282,7 @@ def average(rank: int, world: int) -> dict:
     for name, options in kinds.items():
         collection = make(world, replicas_option="average", **options)
         train(collection, rank, world, 3)
-        found[name] = collection.state_dict()
+        found[name] = collection.gather()
     alone = EmbeddingCollection(SCHEMA, FEATURES, config(), "cpu", seed=3)
     mean = copy(alone.state_dict())
     for step in range(3):
@@ -327,9 +347,10 @@ def peak(rank: int, world: int) -> tuple[int, int, int]:
     meshes = mesh.build(mesh.MeshSpec(sparse_replica=world), "cpu")
     chunk = 64 << 10
     piece, group = Piece("t", 0, 20_000, 0), meshes.sparse.get_group("sparse_replica")
-    tables = FullyShardedTables([piece], 20_000, DIM, "cpu", group, "exact", "chunks", chunk, eps=0)
+    copies = Copies(group, meshes.ids.get_group("sparse_replica"))
+    tables = FullyShardedTables([piece], 20_000, DIM, "cpu", copies, "exact", "chunks", chunk, eps=0)
     rows = torch.arange(10) * 1999
     with LiveBytes(tables.weight) as bytes_alive:
-        found = tables.lookup(rows)
+        found = tables.lookup(tables.request(rows, learn=False), torch.float32)
     assert found.shape == (10, DIM)
     return 20_000 * DIM * 4, chunk, bytes_alive.most

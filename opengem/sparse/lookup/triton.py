@@ -17,7 +17,7 @@ from torch import Tensor
 from opengem.kernels.launch import multiprocessors
 
 CUT = 128  # positions after which a segment is cut
-SHORT = 4  # longest piece that is reduced together with others
+SHORT = 2  # longest piece that is reduced together with others
 
 
 # ---- noise and rounding, bit for bit those of opengem.sparse.noise --------------------------------------------
@@ -32,36 +32,33 @@ def _mix(x):
 
 @triton.jit
 def _stochastic_round(x, noise, HALF: tl.constexpr):
-    """float32 -> float32 values that float16 (HALF) or bfloat16 holds exactly."""
+    """float32 -> float32 values that float16 (HALF) or bfloat16 holds exactly; the top bits of `noise` are used."""
     dropped: tl.constexpr = 13 if HALF else 16
-    mask: tl.constexpr = (1 << dropped) - 1
-    x_bits = x.to(tl.int32, bitcast=True)
-    draw = (noise & mask).to(tl.int32)
-    raised = ((x_bits + draw) & (-mask - 1)).to(tl.float32, bitcast=True)
-    finite = (x_bits & 0x7F800000) != 0x7F800000
-    rounded = tl.where(finite, raised, x)
+    draw = (noise >> (32 - dropped)).to(tl.int32)
+    keep: tl.constexpr = -(1 << dropped)
     if HALF:
-        steps = tl.floor(tl.abs(x) * 16777216.0 + draw.to(tl.float32) * 0.0001220703125) * 5.9604644775390625e-08
-        sign = x_bits & -2147483648
-        steps = (steps.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-        rounded = tl.where(tl.abs(x) < 0.00006103515625, steps, rounded)
-        rounded = tl.where(rounded > 65504.0, 65504.0, tl.where(rounded < -65504.0, -65504.0, rounded))
-    return rounded
+        size = tl.abs(x)
+        lift = tl.where(size < 0.00006103515625, 0.00006103515625, 0.0)  # below 2^-14 float16 has fixed steps of 2^-24
+        raised = (((size + lift).to(tl.int32, bitcast=True) + draw) & keep).to(tl.float32, bitcast=True) - lift
+        raised = tl.where(raised > 65504.0, 65504.0, raised).to(tl.int32, bitcast=True)
+        return (raised | (x.to(tl.int32, bitcast=True) & -2147483648)).to(tl.float32, bitcast=True)
+    return ((x.to(tl.int32, bitcast=True) + draw) & keep).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _noise(row, column, piece_starts, piece_shifts, piece_keys, num_pieces, DIM: tl.constexpr):
-    """uint32 [S, D]: the noise of elements of rows [S]; which table a row is of is found by bisection."""
+def _noise(row, column, run_starts, run_shifts, key, num_runs, SEARCH: tl.constexpr):
+    """uint32 [S, D]: the noise of elements of rows [S]; which run a row lies in is found by bisection."""
     low = tl.zeros_like(row)
-    high = low + num_pieces
-    while tl.max(high - low, axis=0) > 1:
+    high = low + num_runs
+    for _ in tl.static_range(SEARCH):
         middle = (low + high) // 2
-        below = tl.load(piece_starts + middle) <= row
-        low = tl.where((high - low > 1) & below, middle, low)
-        high = tl.where((high - low > 1) & (low != middle), middle, high)
-    key = tl.load(piece_keys + low).to(tl.uint32)
-    element = (row + tl.load(piece_shifts + low))[:, None] * DIM + column[None, :]
-    return _mix(element.to(tl.uint32) ^ _mix((element >> 32).to(tl.uint32) ^ key[:, None]))
+        below = (tl.load(run_starts + middle) <= row) & (high - low > 1)
+        high = tl.where(below, high, tl.maximum(middle, low + 1))
+        low = tl.where(below, middle, low)
+    row += tl.load(run_shifts + low)
+    drawn = _mix(row.to(tl.uint32) ^ _mix((row >> 32).to(tl.uint32) ^ key.to(tl.uint32)))
+    x = drawn[:, None] + (column.to(tl.uint32) * 0x9E3779B9)[None, :]
+    return (x ^ (x >> 16)) * 0x7FEB352D
 
 
 # ---- forward --------------------------------------------------------------------------------------------------
@@ -100,13 +97,13 @@ def lookup_rows_kernel(
     weight, ids, offsets, first_rows, out, bags_per_feature,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One bag a program: out[p] = weight[first_rows[feature] + ids[p]] for each position p of the bag."""
-    bag = tl.program_id(0).to(tl.int64)
-    first_row = tl.load(first_rows + bag // bags_per_feature)
-    begin = tl.load(offsets + bag)
-    end = tl.load(offsets + bag + 1)
+    """ROWS positions of one feature at a time, whatever their bags: out[p] = weight[first_rows[feature] + ids[p]]."""
+    feature = tl.program_id(1).to(tl.int64)
+    first_row = tl.load(first_rows + feature)
+    begin = tl.load(offsets + feature * bags_per_feature)
+    end = tl.load(offsets + (feature + 1) * bags_per_feature)
     column = tl.arange(0, BLOCK_D)
-    for start in range(begin, end, ROWS):
+    for start in range(begin + tl.program_id(0) * ROWS, end, tl.num_programs(0) * ROWS):
         position = start + tl.arange(0, ROWS)
         live = position < end
         row = first_row + tl.load(ids + position, mask=live, other=0)
@@ -119,35 +116,38 @@ def lookup_rows_kernel(
 # ---- the order of an update -----------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["bags_per_feature"])
-def number_rows_kernel(ids, offsets, first_rows, rows, bags, bags_per_feature, BLOCK: tl.constexpr):
-    """One bag a program: rows[p] = first_rows[feature] + ids[p] and bags[p] = bag for its positions."""
-    bag = tl.program_id(0).to(tl.int64)
-    first_row = tl.load(first_rows + bag // bags_per_feature)
-    begin = tl.load(offsets + bag)
-    end = tl.load(offsets + bag + 1)
-    for start in range(begin, end, BLOCK):
-        position = start + tl.arange(0, BLOCK)
-        live = position < end
+@triton.jit(do_not_specialize=["bags_per_feature", "base"])
+def number_rows_kernel(
+    ids, offsets, first_rows, keys, origins, bags_per_feature, base,
+    POOLED: tl.constexpr, BAGS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BAGS bags of a feature a program: keys[p] = base + first_rows[feature] + ids[p]; origins[p] = the row of the
+    gradients that position p takes, which is its bag if POOLED."""
+    feature = tl.program_id(1).to(tl.int64)
+    each = tl.program_id(0) * BAGS + tl.arange(0, BAGS)
+    bag = feature * bags_per_feature + each
+    first_row = tl.load(first_rows + feature) + base
+    begin = tl.load(offsets + bag, mask=each < bags_per_feature, other=0)
+    end = tl.load(offsets + bag + 1, mask=each < bags_per_feature, other=0)
+    for start in range(0, tl.max(end - begin, axis=0), BLOCK):
+        position = begin[:, None] + start + tl.arange(0, BLOCK)[None, :]
+        live = position < end[:, None]
         row = first_row + tl.load(ids + position, mask=live, other=0)
-        tl.store(rows + position, row.to(rows.dtype.element_ty), mask=live)
-        tl.store(bags + position, bag.to(tl.int32), mask=live)
+        tl.store(keys + position, row.to(keys.dtype.element_ty), mask=live)
+        origin = bag[:, None] + tl.zeros_like(position) if POOLED else position
+        tl.store(origins + position, origin.to(tl.int32), mask=live)
 
 
 @triton.jit(do_not_specialize=["count"])
-def mark_pieces_kernel(
-    rows, order, bags, marks, source, count, CUT: tl.constexpr, POOLED: tl.constexpr, BLOCK: tl.constexpr
-):
-    """marks[p] = 1 where a piece begins; source[p] = row of the gradients that position p of the sorted rows takes."""
+def mark_pieces_kernel(keys, order, origins, marks, source, count, CUT: tl.constexpr, BLOCK: tl.constexpr):
+    """marks[p] = 1 where a piece of the sorted keys begins; source[p] = origins[order[p]]."""
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = position < count
-    row = tl.load(rows + position, mask=live, other=-1)
-    before = tl.load(rows + position - 1, mask=live & (position > 0), other=-1)
-    tl.store(marks + position, ((row != before) | (position % CUT == 0)).to(tl.int32), mask=live)
-    origin = tl.load(order + position, mask=live, other=0)
-    if POOLED:
-        origin = tl.load(bags + origin, mask=live, other=0).to(tl.int64)
-    tl.store(source + position, origin.to(tl.int32), mask=live)
+    key = tl.load(keys + position, mask=live, other=-1)
+    before = tl.load(keys + position - 1, mask=live & (position > 0), other=-1)
+    tl.store(marks + position, ((key != before) | (position % CUT == 0)).to(tl.int32), mask=live)
+    origin = tl.load(origins + tl.load(order + position, mask=live, other=0), mask=live, other=0)
+    tl.store(source + position, origin, mask=live)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -166,18 +166,17 @@ def list_pieces_kernel(numbers, starts, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def _apply(
-    acc, row, column, apply, old, weight, moment, first_moment, piece_starts, piece_shifts, piece_keys, num_pieces,
+    acc, row, column, apply, old, second, weight, moment, first_moment, run_starts, run_shifts, key, num_runs,
     lr, eps, moment_scale, beta1, beta2, correction1, correction2,
-    DIM: tl.constexpr, OPTIMISER: tl.constexpr, ROUND: tl.constexpr,
+    DIM: tl.constexpr, OPTIMISER: tl.constexpr, ROUND: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
-    """Step the rows [S] by summed gradients `acc` [S, D] where `apply` [S]; `old` [S, D] are their present values."""
+    """Step the rows [S] by summed gradients `acc` [S, D] where `apply` [S]; `old` and `second` are what they hold."""
     mask = apply[:, None] & (column < DIM)[None, :]
     address = row[:, None] * DIM + column[None, :]
     if OPTIMISER == "sgd":
         change = lr * acc
     else:
         square = tl.sum(acc * acc, axis=1) / DIM
-        second = tl.load(moment + row, mask=apply, other=0.0)
         if OPTIMISER == "adagrad":
             second += square
             scale = lr / (tl.sqrt(second * moment_scale) + eps)
@@ -192,66 +191,100 @@ def _apply(
         tl.store(moment + row, second, mask=apply)
     new = old - change
     if ROUND:
-        draw = _noise(row, column, piece_starts, piece_shifts, piece_keys, num_pieces, DIM)
+        draw = _noise(row, column, run_starts, run_shifts, key, num_runs, SEARCH)
         new = _stochastic_round(new, draw, weight.dtype.element_ty == tl.float16)
     tl.store(weight + address, new.to(weight.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["count", "num_pieces"])
+@triton.jit
+def _gradients(grads, origin, column, live, DIM: tl.constexpr):
+    """float32 [S, D]: the gradients of rows `origin` [S], 0 where not `live`."""
+    address = origin.to(tl.int64)[:, None] * DIM + column[None, :]
+    return tl.load(grads + address, mask=live[:, None] & (column < DIM)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _begin_and_length(starts, piece, pieces):
+    begin = tl.load(starts + piece, mask=piece < pieces, other=0)
+    return begin, tl.load(starts + piece + 1, mask=piece < pieces, other=0) - begin
+
+
+@triton.jit
+def _neighbours(keys, source, begin, length, first, last, SHORT: tl.constexpr):
+    """What short pieces need besides their place: the key of each, the keys around it, its sources."""
+    live = (length > 0) & (length <= SHORT)
+    key = tl.load(keys + begin, mask=live, other=0)
+    before = tl.load(keys + begin - 1, mask=live & (begin > first), other=-1)
+    after = tl.load(keys + begin + length, mask=live & (begin + length < last), other=-1)
+    origin = tl.load(source + begin, mask=live, other=0)
+    second_origin = tl.load(source + begin + 1, mask=live & (length > 1), other=0)
+    return key, before, after, origin, second_origin
+
+
+@triton.jit(do_not_specialize=["first", "last", "base", "key", "num_runs"])
 def update_short_kernel(
-    weight, moment, first_moment, grads, rows, source, coefficients, starts, numbers, partials, count,
-    piece_starts, piece_shifts, piece_keys, num_pieces,
+    weight, moment, first_moment, grads, keys, source, coefficients, starts, numbers, partials, first, last, base,
+    run_starts, run_shifts, key, num_runs,
     lr, eps, moment_scale, beta1, beta2, correction1, correction2,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, PIECES: tl.constexpr, CUT: tl.constexpr, SHORT: tl.constexpr,
-    WEIGHTED: tl.constexpr, OPTIMISER: tl.constexpr, ROUND: tl.constexpr,
+    WEIGHTED: tl.constexpr, OPTIMISER: tl.constexpr, ROUND: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
-    """PIECES short pieces at a time: sum their gradients; step the row of a whole segment, keep the others' sums."""
-    pieces = tl.load(numbers + count - 1).to(tl.int64)
+    """PIECES short pieces (of at most two) at a time: sum their gradients; step the row of a whole segment, keep the
+    others' sums. Where the next pieces begin is loaded two tiles ahead, their keys and sources one ahead."""
+    low = tl.load(numbers + first) - 1
+    pieces = tl.load(numbers + last - 1)
     column = tl.arange(0, BLOCK_D)
     live_column = (column < DIM)[None, :]
-    for tile in range(tl.program_id(0).to(tl.int64), tl.cdiv(pieces, PIECES), tl.num_programs(0)):
-        piece = tile * PIECES + tl.arange(0, PIECES)
-        begin = tl.load(starts + piece, mask=piece < pieces, other=0)
-        end = tl.load(starts + piece + 1, mask=piece < pieces, other=0)
-        length = end - begin
+    stride = tl.num_programs(0) * PIECES
+    piece = low + tl.program_id(0) * PIECES + tl.arange(0, PIECES)
+    begin, length = _begin_and_length(starts, piece, pieces)
+    row_key, before, after, origin, second_origin = _neighbours(keys, source, begin, length, first, last, SHORT)
+    next_begin, next_length = _begin_and_length(starts, piece + stride, pieces)
+    for _ in range(low + tl.program_id(0) * PIECES, pieces, stride):
         live = (length > 0) & (length <= SHORT)
-        row = tl.load(rows + begin, mask=live, other=0).to(tl.int64)
-        before = tl.load(rows + begin - 1, mask=live & (begin > 0), other=-1).to(tl.int64)
-        after = tl.load(rows + end, mask=live & (end < count), other=-1).to(tl.int64)
-        first = before != row
-        whole = live & first & (after != row)
+        is_first = before != row_key
+        whole = live & is_first & (after != row_key)
+        row = row_key.to(tl.int64) - base
         mask = whole[:, None] & live_column
         old = tl.load(weight + row[:, None] * DIM + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        acc = tl.zeros([PIECES, BLOCK_D], tl.float32)
-        for i in tl.static_range(SHORT):
-            more = live & (i < length)
-            origin = tl.load(source + begin + i, mask=more, other=0).to(tl.int64)
-            address = origin[:, None] * DIM + column[None, :]
-            grad = tl.load(grads + address, mask=more[:, None] & live_column, other=0.0).to(tl.float32)
-            if WEIGHTED:
-                grad *= tl.load(coefficients + begin + i, mask=more, other=0.0)[:, None]
-            acc += grad
-        slot = (begin // CUT).to(tl.int64) * 2 + first.to(tl.int64)
+        acc = _gradients(grads, origin, column, live, DIM)
+        other = _gradients(grads, second_origin, column, live & (length > 1), DIM)
+        second = tl.load(moment + row, mask=whole, other=0.0) if OPTIMISER != "sgd" else 0.0
+        if WEIGHTED:
+            factor = tl.load(coefficients + begin - first, mask=live, other=0.0)
+            second_factor = tl.load(coefficients + begin - first + 1, mask=live & (length > 1), other=0.0)
+        slot = (begin // CUT - first // CUT).to(tl.int64) * 2 + is_first.to(tl.int64)
+        row_key, before, after, origin, second_origin = _neighbours(
+            keys, source, next_begin, next_length, first, last, SHORT
+        )
+        begin, length = next_begin, next_length
+        piece += stride
+        next_begin, next_length = _begin_and_length(starts, piece + stride, pieces)
+        if WEIGHTED:
+            acc *= factor[:, None]
+            other *= second_factor[:, None]
+        acc += other
         rest = (live & (whole == 0))[:, None] & live_column
         tl.store(partials + slot[:, None] * DIM + column[None, :], acc, mask=rest)
         _apply(
-            acc, row, column, whole, old, weight, moment, first_moment, piece_starts, piece_shifts, piece_keys,
-            num_pieces, lr, eps, moment_scale, beta1, beta2, correction1, correction2, DIM, OPTIMISER, ROUND,
+            acc, row, column, whole, old, second, weight, moment, first_moment, run_starts, run_shifts, key, num_runs,
+            lr, eps, moment_scale, beta1, beta2, correction1, correction2, DIM, OPTIMISER, ROUND, SEARCH,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["count", "num_pieces"])
+@triton.jit(do_not_specialize=["first", "last", "base", "key", "num_runs"])
 def update_long_kernel(
-    weight, moment, first_moment, grads, rows, source, coefficients, starts, numbers, partials, count,
-    piece_starts, piece_shifts, piece_keys, num_pieces,
+    weight, moment, first_moment, grads, keys, source, coefficients, starts, numbers, partials, first, last, base,
+    run_starts, run_shifts, key, num_runs,
     lr, eps, moment_scale, beta1, beta2, correction1, correction2,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, POSITIONS: tl.constexpr, CUT: tl.constexpr, SHORT: tl.constexpr,
-    WEIGHTED: tl.constexpr, OPTIMISER: tl.constexpr, ROUND: tl.constexpr,
+    WEIGHTED: tl.constexpr, OPTIMISER: tl.constexpr, ROUND: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
     """One block of CUT positions a program: its long pieces one after the other, POSITIONS gradients at a time."""
-    block = tl.program_id(0).to(tl.int64)
-    block_end = tl.minimum(block * CUT + CUT, count)
-    first_piece = tl.load(numbers + block * CUT) - 1
+    block = first // CUT + tl.program_id(0)
+    block_begin = tl.maximum(block * CUT, first)
+    block_end = tl.minimum(block * CUT + CUT, last)
+    first_piece = tl.load(numbers + block_begin) - 1
     index = tl.arange(0, CUT)
     live = first_piece + index < tl.load(numbers + block_end - 1)
     begins = tl.load(starts + first_piece + index, mask=live, other=0)
@@ -263,72 +296,77 @@ def update_long_kernel(
     while at < CUT:
         begin = tl.load(starts + first_piece + at)
         end = tl.load(starts + first_piece + at + 1)
-        row = tl.load(rows + begin).to(tl.int64)
-        first = (begin == 0) | (tl.load(rows + begin - 1, mask=begin > 0, other=-1) != row)
-        last = (end == count) | (tl.load(rows + end, mask=end < count, other=-1) != row)
-        row_here = row + tl.zeros([1], tl.int64)
-        whole = (first & last) & (row_here >= 0)
+        row_key = tl.load(keys + begin)
+        before = tl.load(keys + begin - 1, mask=begin > first, other=-1)
+        after = tl.load(keys + end, mask=end < last, other=-1)
+        position = begin + tl.arange(0, POSITIONS)
+        ahead = tl.load(source + position, mask=position < end, other=0)
+        is_first = before != row_key
+        row = row_key.to(tl.int64) - base + tl.zeros([1], tl.int64)
+        whole = (is_first & (after != row_key)) & (row >= 0)
         mask = whole[:, None] & live_column
-        old = tl.load(weight + row_here[:, None] * DIM + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        old = tl.load(weight + row[:, None] * DIM + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(moment + row, mask=whole, other=0.0) if OPTIMISER != "sgd" else 0.0
         acc = tl.zeros([POSITIONS, BLOCK_D], tl.float32)
         for start in range(begin, end, POSITIONS):
             position = start + tl.arange(0, POSITIONS)
-            more = position < end
-            origin = tl.load(source + position, mask=more, other=0).to(tl.int64)
-            address = origin[:, None] * DIM + column[None, :]
-            grad = tl.load(grads + address, mask=more[:, None] & live_column, other=0.0).to(tl.float32)
+            grad = _gradients(grads, ahead, column, position < end, DIM)
+            ahead = tl.load(source + position + POSITIONS, mask=position + POSITIONS < end, other=0)
             if WEIGHTED:
-                grad *= tl.load(coefficients + position, mask=more, other=0.0)[:, None]
+                grad *= tl.load(coefficients + position - first, mask=position < end, other=0.0)[:, None]
             acc += grad
         total = tl.sum(acc, axis=0)[None, :]
-        slot = block * 2 + first.to(tl.int64)
+        slot = tl.program_id(0).to(tl.int64) * 2 + is_first.to(tl.int64)
         tl.store(partials + slot * DIM + column[None, :], total, mask=(whole == 0)[:, None] & live_column)
         _apply(
-            total, row_here, column, whole, old, weight, moment, first_moment, piece_starts, piece_shifts, piece_keys,
-            num_pieces, lr, eps, moment_scale, beta1, beta2, correction1, correction2, DIM, OPTIMISER, ROUND,
+            total, row, column, whole, old, second, weight, moment, first_moment, run_starts, run_shifts, key, num_runs,
+            lr, eps, moment_scale, beta1, beta2, correction1, correction2, DIM, OPTIMISER, ROUND, SEARCH,
         )  # fmt: skip
         at = tl.min(tl.where(long & (index > at), index, CUT), axis=0)
 
 
-@triton.jit(do_not_specialize=["count", "num_pieces"])
+@triton.jit(do_not_specialize=["first", "last", "base", "key", "num_runs"])
 def combine_kernel(
-    weight, moment, first_moment, rows, partials, count,
-    piece_starts, piece_shifts, piece_keys, num_pieces,
+    weight, moment, first_moment, keys, partials, first, last, base,
+    run_starts, run_shifts, key, num_runs,
     lr, eps, moment_scale, beta1, beta2, correction1, correction2,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, AHEAD: tl.constexpr, CUT: tl.constexpr,
-    OPTIMISER: tl.constexpr, ROUND: tl.constexpr,
+    OPTIMISER: tl.constexpr, ROUND: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
-    """One block of CUT positions a program: finish the segment that begins in it and goes on behind it, if any."""
-    begin = tl.program_id(0).to(tl.int64) * CUT
-    end = begin + CUT
-    if end >= count:
-        return
-    row = tl.load(rows + end - 1)
-    if tl.load(rows + end) != row:
-        return
-    if tl.load(rows + begin - 1, mask=begin > 0, other=-1) == row:  # `and` would load in front of the first row
-        return
+    """AHEAD blocks of CUT positions a program: finish each segment that begins in one and goes on behind it."""
     column = tl.arange(0, BLOCK_D)
     live_column = column < DIM
-    block = tl.program_id(0).to(tl.int64)
-    acc = tl.load(partials + (block * 2 + 1) * DIM + column, mask=live_column, other=0.0)
     ahead = tl.arange(0, AHEAD)
-    block += 1
-    going = tl.full([], 1, tl.int1)
-    while going:
-        start = (block + ahead) * CUT
-        same = (tl.load(rows + start, mask=start < count, other=-1) == row) & (start < count)
-        address = (block + ahead)[:, None] * 2 * DIM + column[None, :]
-        acc += tl.sum(tl.load(partials + address, mask=same[:, None] & live_column[None, :], other=0.0), axis=0)
-        block += AHEAD
-        going = tl.min(same.to(tl.int32), axis=0) == 1
-    rows_here = row.to(tl.int64) + tl.zeros([1], tl.int64)
-    old = tl.load(weight + rows_here[:, None] * DIM + column[None, :], mask=live_column[None, :], other=0.0)
-    _apply(
-        acc[None, :], rows_here, column, rows_here >= 0, old.to(tl.float32), weight, moment, first_moment,
-        piece_starts, piece_shifts, piece_keys, num_pieces, lr, eps, moment_scale, beta1, beta2, correction1,
-        correction2, DIM, OPTIMISER, ROUND,
-    )  # fmt: skip
+    low = tl.program_id(0) * AHEAD
+    begins = tl.maximum((first // CUT + low + ahead) * CUT, first)
+    ends = (first // CUT + low + ahead + 1) * CUT
+    crossing = ends < last
+    final = tl.load(keys + ends - 1, mask=crossing, other=-1)
+    crossing &= tl.load(keys + ends, mask=crossing, other=-2) == final
+    crossing &= tl.load(keys + begins - 1, mask=crossing & (begins > first), other=-1) != final
+    at = tl.min(tl.where(crossing, ahead, AHEAD), axis=0)
+    while at < AHEAD:
+        block = low + at
+        row_key = tl.load(keys + (first // CUT + block + 1) * CUT)
+        acc = tl.load(partials + (block.to(tl.int64) * 2 + 1) * DIM + column, mask=live_column, other=0.0)
+        block += 1
+        going = tl.full([], 1, tl.int1)
+        while going:
+            start = (first // CUT + block + ahead) * CUT
+            same = (tl.load(keys + start, mask=start < last, other=-1) == row_key) & (start < last)
+            address = (block + ahead).to(tl.int64)[:, None] * 2 * DIM + column[None, :]
+            acc += tl.sum(tl.load(partials + address, mask=same[:, None] & live_column[None, :], other=0.0), axis=0)
+            block += AHEAD
+            going = tl.min(same.to(tl.int32), axis=0) == 1
+        row = row_key.to(tl.int64) - base + tl.zeros([1], tl.int64)
+        old = tl.load(weight + row[:, None] * DIM + column[None, :], mask=live_column[None, :], other=0.0)
+        second = tl.load(moment + row) if OPTIMISER != "sgd" else 0.0
+        _apply(
+            acc[None, :], row, column, row >= 0, old.to(tl.float32), second, weight, moment, first_moment, run_starts,
+            run_shifts, key, num_runs, lr, eps, moment_scale, beta1, beta2, correction1, correction2,
+            DIM, OPTIMISER, ROUND, SEARCH,
+        )  # fmt: skip
+        at = tl.min(tl.where(crossing & (ahead > at), ahead, AHEAD), axis=0)
 
 
 # ---- launches -------------------------------------------------------------------------------------------------
@@ -342,72 +380,77 @@ def _tile(dim: int, elements: int) -> tuple[int, int]:
 
 def lookup(
     weight: Tensor, ids: Tensor, offsets: Tensor, first_rows: Tensor, pooling: str, sample_weights: Tensor | None,
-    dtype: torch.dtype, *, elements: int = 2048, num_warps: int = 2,
+    dtype: torch.dtype, *, tile: tuple[int, int] | None = None,
 ) -> Tensor:  # fmt: skip
-    dim, bags = weight.shape[1], offsets.shape[0] - 1
+    """tile: (elements, warps)."""
+    dim, bags, features = weight.shape[1], offsets.shape[0] - 1, first_rows.shape[0]
+    elements, num_warps = tile or ((2048, 2) if pooling == "none" else (256, 1))
     width, tile_rows = _tile(dim, elements)
     out = weight.new_empty(bags if pooling != "none" else ids.shape[0], dim, dtype=dtype)
-    if bags == 0:
+    if out.shape[0] == 0:
         return out
     options = {"DIM": dim, "BLOCK_D": width, "ROWS": tile_rows, "num_warps": num_warps}
-    each = bags // first_rows.shape[0]
     if pooling == "none":
-        lookup_rows_kernel[(bags,)](weight, ids, offsets, first_rows, out, each, **options)
+        grid = (triton.cdiv(ids.shape[0], features * tile_rows), features)
+        lookup_rows_kernel[grid](weight, ids, offsets, first_rows, out, bags // features, **options)
     else:
         weighted = sample_weights is not None
         lookup_pooled_kernel[(bags,)](
-            weight, ids, offsets, first_rows, sample_weights if weighted else out, out, each,
+            weight, ids, offsets, first_rows, sample_weights if weighted else out, out, bags // features,
             MEAN=pooling == "mean", WEIGHTED=weighted, **options,
         )  # fmt: skip
     return out
 
 
-def number_rows(ids: Tensor, offsets: Tensor, first_rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(row number of each position in `dtype`, bag of each position int32)."""
-    rows, bags = torch.empty_like(ids, dtype=dtype), torch.empty_like(ids, dtype=torch.int32)
-    count = offsets.shape[0] - 1
-    if count:
-        each = count // first_rows.shape[0]
-        number_rows_kernel[(count,)](ids, offsets, first_rows, rows, bags, each, BLOCK=64, num_warps=1)
-    return rows, bags
+def number_rows(
+    ids: Tensor, offsets: Tensor, first_rows: Tensor, keys: Tensor, origins: Tensor, base: int, pooled: bool
+) -> None:
+    """Write base + the row of the matrix of each position into `keys`, and what gradients it takes into `origins`."""
+    features, each = first_rows.shape[0], (offsets.shape[0] - 1) // first_rows.shape[0]
+    if each:
+        grid = (triton.cdiv(each, 16), features)
+        number_rows_kernel[grid](
+            ids, offsets, first_rows, keys, origins, each, base, POOLED=pooled, BAGS=16, BLOCK=32, num_warps=4
+        )
 
 
-def find_pieces(rows: Tensor, order: Tensor, bags: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(source int32 [N], running number of pieces int32 [N], piece starts int32 [N + 1]) of sorted rows, N >= 1."""
-    count = rows.shape[0]
-    marks, source = (torch.empty(count, dtype=torch.int32, device=rows.device) for _ in range(2))
-    starts = torch.empty(count + 1, dtype=torch.int32, device=rows.device)
+def find_pieces(keys: Tensor, order: Tensor, origins: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(source int32 [N], running number of pieces int32 [N], piece starts int32 [N + 1]) of N >= 1 sorted keys."""
+    count = keys.shape[0]
+    marks, source = (torch.empty(count, dtype=torch.int32, device=keys.device) for _ in range(2))
+    starts = torch.empty(count + 1, dtype=torch.int32, device=keys.device)
     grid, block = (triton.cdiv(count, 1024),), {"BLOCK": 1024, "num_warps": 4}
-    pooled = bags is not None
-    mark_pieces_kernel[grid](
-        rows, order, bags if pooled else order, marks, source, count, CUT=CUT, POOLED=pooled, **block
-    )
+    mark_pieces_kernel[grid](keys, order, origins, marks, source, count, CUT=CUT, **block)
     numbers = marks.cumsum(0, dtype=torch.int32)
     list_pieces_kernel[grid](numbers, starts, count, **block)
     return source, numbers, starts
 
 
 def update(
-    weight: Tensor, moment: Tensor | None, first_moment: Tensor | None, grads: Tensor, rows: Tensor, source: Tensor,
-    coefficients: Tensor | None, numbers: Tensor, starts: Tensor, pieces: tuple[Tensor, Tensor, Tensor], optimiser: str,
-    scalars: tuple[float, ...], *, elements: int = 512, num_warps: int = 1, programs_per_sm: int = 256,
-    long_elements: int = 512, long_warps: int = 1,
+    weight: Tensor, moment: Tensor | None, first_moment: Tensor | None, grads: Tensor, keys: Tensor, source: Tensor,
+    coefficients: Tensor | None, numbers: Tensor, starts: Tensor, span: tuple[int, int, int],
+    noise: tuple[Tensor, Tensor, int], optimiser: str, scalars: tuple[float, ...], *,
+    short: tuple[int, int] | None = None, long: tuple[int, int] = (512, 1), programs_per_sm: int = 256,
 ) -> None:  # fmt: skip
-    """scalars: lr, eps, moment_scale, beta1, beta2, correction1, correction2. pieces: starts, shifts, keys of noise."""
-    count, dim = rows.shape[0], weight.shape[1]
+    """span: the positions [first, last) of the sorted keys that are this matrix's, and the key of its row 0.
+
+    noise: starts, shifts, key. scalars: lr, eps, moment_scale, beta1, beta2, correction1, correction2. short, long:
+    (elements of a tile, warps) of the two kernels.
+    """
+    (first, last, _), dim = span, weight.shape[1]
+    elements, warps = short or (512 if dim > 128 else 256, 1)
     width, tile = _tile(dim, elements)
-    blocks = triton.cdiv(count, CUT)
+    blocks = triton.cdiv(last, CUT) - first // CUT
     partials = torch.empty(blocks * 2, dim, dtype=torch.float32, device=weight.device)
     state = (weight, moment if moment is not None else partials, first_moment if first_moment is not None else partials)
-    weighted = coefficients is not None
-    inputs = (grads, rows, source, coefficients if weighted else partials, starts, numbers, partials, count)
-    tail = (*pieces, pieces[0].shape[0], *scalars)
+    weighted, runs = coefficients is not None, noise[0].shape[0]
+    inputs = (grads, keys, source, coefficients if weighted else partials, starts, numbers, partials, *span)
+    tail = (*noise, runs, *scalars)
     options = {"DIM": dim, "BLOCK_D": width, "CUT": CUT, "OPTIMISER": optimiser, "ROUND": weight.dtype != torch.float32}
+    options["SEARCH"] = -(-(runs - 1).bit_length() // 4) * 4  # in steps of 4: fewer compilations
     lengths = {"SHORT": SHORT, "WEIGHTED": weighted}
-    grid = (min(triton.cdiv(count, tile), multiprocessors(weight.device) * programs_per_sm),)
-    update_short_kernel[grid](*state, *inputs, *tail, PIECES=tile, num_warps=num_warps, **lengths, **options)
-    positions = _tile(dim, long_elements)[1]
-    update_long_kernel[(blocks,)](
-        *state, *inputs, *tail, POSITIONS=positions, num_warps=long_warps, **lengths, **options
-    )
-    combine_kernel[(blocks,)](*state, rows, partials, count, *tail, AHEAD=16, num_warps=2, **options)
+    grid = (min(triton.cdiv(last - first, tile), multiprocessors(weight.device) * programs_per_sm),)
+    update_short_kernel[grid](*state, *inputs, *tail, PIECES=tile, num_warps=warps, **lengths, **options)
+    positions = _tile(dim, long[0])[1]
+    update_long_kernel[(blocks,)](*state, *inputs, *tail, POSITIONS=positions, num_warps=long[1], **lengths, **options)
+    combine_kernel[(triton.cdiv(blocks, 16),)](*state, keys, partials, *span, *tail, AHEAD=16, num_warps=1, **options)

@@ -17,10 +17,10 @@ SCALARS = ["lr", "eps", "moment_scale", "beta1", "beta2", "correction1", "correc
 def types_of(row: str, grad: str) -> dict[str, str]:
     types = {"weight": row, "grads": grad, "out": grad, "ids": "*i64", "offsets": "*i64", "first_rows": "*i64"}
     types |= {"moment": "*fp32", "first_moment": "*fp32", "partials": "*fp32", "sample_weights": "*fp32"}
-    types |= {"coefficients": "*fp32", "rows": "*i32", "source": "*i32", "starts": "*i32", "numbers": "*i32"}
-    types |= dict.fromkeys(["piece_starts", "piece_shifts", "piece_keys", "order"], "*i64")
-    types |= {"bags": "*i32", "marks": "*i32"} | dict.fromkeys(SCALARS, "fp32")
-    return types | dict.fromkeys(["count", "num_pieces", "bags_per_feature"], "i32")
+    types |= {"coefficients": "*fp32", "keys": "*i32", "source": "*i32", "starts": "*i32", "numbers": "*i32"}
+    types |= dict.fromkeys(["run_starts", "run_shifts", "order"], "*i64")
+    types |= {"origins": "*i32", "marks": "*i32"} | dict.fromkeys(SCALARS, "fp32")
+    return types | dict.fromkeys(["count", "first", "last", "base", "num_runs", "key", "bags_per_feature"], "i32")
 
 
 def compiled(kernel: str, dim: int, row: str, **constants) -> dict:
@@ -34,7 +34,7 @@ def compiled(kernel: str, dim: int, row: str, **constants) -> dict:
 
 @pytest.mark.parametrize("row, capability", [("*fp32", 90), ("*fp16", 100)])
 def test_update_compiles_without_spills(row, capability):
-    common = {"CUT": 128, "SHORT": 4, "WEIGHTED": True, "OPTIMISER": "adagrad", "ROUND": row != "*fp32"}
+    common = {"CUT": 128, "SHORT": 2, "WEIGHTED": True, "OPTIMISER": "adagrad", "ROUND": row != "*fp32", "SEARCH": 8}
     for kernel, tile in (("update_short_kernel", {"PIECES": 4}), ("update_long_kernel", {"POSITIONS": 4})):
         found = compiled(kernel, 128, row, capability=capability, num_warps=1, **common, **tile)
         assert found["spill_bytes"] == 0 and found["shared"] <= aot.SHARED_LIMIT
@@ -48,7 +48,7 @@ def test_other_kernels_compile():
         assert found["spill_bytes"] == 0 and "ld.global.v4" in found["ptx"]
     found = compiled("lookup_rows_kernel", 64, "*fp16", ROWS=32)
     assert found["spill_bytes"] == 0 and "st.global.v4" in found["ptx"]
-    found = compiled("combine_kernel", 256, "*bf16", AHEAD=16, CUT=128, OPTIMISER="adam", ROUND=True)
+    found = compiled("combine_kernel", 256, "*bf16", AHEAD=16, CUT=128, OPTIMISER="adam", ROUND=True, SEARCH=0)
     assert found["spill_bytes"] == 0
 
 
