@@ -51,6 +51,13 @@ def _fetch(desc, tiles, row, column, ready, HALF: gl.constexpr):
 
 
 @gluon.jit
+def _end(ready):
+    """Barriers keep their memory to the end: the compiler would give it to a tile once they were waited for."""
+    mbarrier.invalidate(ready.index(0))
+    mbarrier.invalidate(ready.index(1))
+
+
+@gluon.jit
 def _clear(tiles, count, HALF: gl.constexpr):
     """Zeros in the rows of other samples: 0 * NaN is not 0."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HALF, HALF // 8], [4, 1], [1, 0])
@@ -209,6 +216,7 @@ def _forward(q_desc, k_desc, v_desc, out, place, turns, positions, heads, scale,
         base = out + first * stride + column
         _store(base, stride, gl.where(live, o1 / total, 0.0), written, HALF)
         _store(base + HALF, stride, gl.where(live, o2 / total, 0.0), written, HALF)
+        _end(ready)
 
 
 @gluon.jit(do_not_specialize=["positions"])
@@ -267,6 +275,7 @@ def _backward(g_desc, q_desc, k_desc, v_desc, grad_q, grad_k, grad_v, place, tur
         d1, d2 = _product(ds_tile.permute((1, 0)), q, HALF, d_layout)
         ds_tile._keep_alive()
         _store_gradient(grad_k + base, stride, d1, d2, words, written, HALF, ROPE, INTERLEAVED)
+        _end(ready)
 
 
 def _one_by_one(x: Tensor) -> Tensor:
