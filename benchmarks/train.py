@@ -30,7 +30,7 @@ from opengem.data import synthetic
 from opengem.data.batch import Batch
 from opengem.data.schema import Schema
 from opengem.efficiency import profile
-from opengem.efficiency.flops import RunFlops
+from opengem.errors import UserError
 from opengem.job import Job, build
 from opengem.kernels import backend
 from opengem.loss import Meter
@@ -90,8 +90,11 @@ def run(out: Path | None, ladder: bool, rungs: tuple[str, ...] = (), samples: in
 
     rungs: only these. samples, batch: of the stream that gives the NE.
     """
+    where, config = _device(device), config or medium.recipe()
+    known = [rung.technique for rung in LADDER]
+    if set(rungs) - set(known):
+        raise UserError(f"bench train: no rung {sorted(set(rungs) - set(known))}; known: {', '.join(known)}")
     chosen = [rung for rung in LADDER if rung.technique in rungs] or list(LADDER[0 if ladder else -1 :])
-    where, config = torch.device(device), config or medium.recipe()
     facts = environment(where) | ceilings(where) if where.type == "cuda" else {"gpu": "cpu"}
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -103,6 +106,12 @@ def run(out: Path | None, ladder: bool, rungs: tuple[str, ...] = (), samples: in
             rows.append(row)
             record(row, describe(row), out)
     return rows
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("bench train needs a CUDA device and this machine has none")
+    return torch.device(name)
 
 
 def measure(config: Config, data: Path, techniques: tuple[str, ...], samples: int, size: int,
@@ -192,15 +201,14 @@ def overhead(out: Path | None, *_, config: Config | None = None, rounds: int = 4
     `share`: median time of `steps` steps with the log (a line is written at the last of them, as a run writes one every
     20) over that without, less 1. The small recipe, whose steps are short.
     """
-    where, config = torch.device(device), config or small.recipe()
+    where, config = _device(device), config or small.recipe()
     config = replace(config, data=replace(config.data, batch_size=min(config.data.batch_size, 1024)))
     law = {"lengths": "lognormal(512)", "max_length": 1024, "streams": 2}
     with tempfile.TemporaryDirectory() as folder:
         synthetic.build(Path(folder) / "data", users=2000, samples=rounds * 4096, **law)
         job = _job(config, Path(folder) / "data", where, compiled=False)
         host = list(islice(job.loader(Path(folder) / "data", "train", training=True), 3))
-        flops = RunFlops(job.model.flops, [s.name for s in job.schema.streams])
-        progress = Progress(Meter(job.schema.labels, where), Meter(job.schema.labels, where), flops)
+        progress = Progress.of(job)
         with RunLog(Path(folder) / "run", to_json(config), 0, steps, progress=False) as log:
             times = {True: [], False: []}
             for _ in range(rounds + 1):
