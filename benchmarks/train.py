@@ -234,7 +234,7 @@ def _loop(job: Job, host: list[Batch], steps: int, progress: Progress | None, lo
         loss = job.loss(logits, batch)
         if progress:
             progress.add(logits, batch)
-        norm = job.learn(loss)[1]
+        _, loss, norm = job.learn(loss)
     if progress:
         job.embeddings.check()
         log.write(progress.line(job, loss, norm, batch, dict.fromkeys((x.name for x in job.schema.labels), 0.1)))

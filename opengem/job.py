@@ -117,8 +117,10 @@ class Job:
 
     def _fits(self) -> str:
         """What must be alike for a checkpoint to mean the same here, beyond the shapes of its tensors."""
-        inputs = input_features(self.schema, self.config.data)
-        return repr((list(self.model.state_dict()), self.schema.streams, inputs, self.schema.labels))
+        model, inputs = self.config.model, input_features(self.schema, self.config.data)
+        streams = [replace(stream_config(model, s.name), name=s.name, max_length=1) for s in self.schema.streams]
+        shape = list(self.model.state_dict()), replace(model, streams=()), streams
+        return repr((*shape, self.schema.streams, inputs, self.schema.labels))
 
     def restore(self, path: Path) -> str:
         """Load a complete checkpoint into this job; returns the progress text it was saved with."""

@@ -13,6 +13,7 @@ import torch
 from opengem import __version__
 from opengem.data.files import writable
 from opengem.efficiency import mfu
+from opengem.efficiency.hardware import device_name
 from opengem.errors import UserError
 
 SPEEDS = {"samples_per_s": "samples", "tokens_per_s": "tokens", "useful_tflops": "useful_tflop"}
@@ -100,9 +101,9 @@ class NoLog:
 
 def environment(device: torch.device) -> dict[str, str | int]:
     """Versions and hardware a number was measured with."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     versions = {"opengem": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    return versions | {"device": name, "threads": torch.get_num_threads(), "platform": platform.platform()}
+    versions |= {"device": device_name(device), "platform": platform.platform()}
+    return versions | {"threads": torch.get_num_threads()}
 
 
 def peak_memory_bytes() -> int:
@@ -119,16 +120,21 @@ def read_metrics(folder: Path) -> list[dict]:
     path = folder / "metrics.jsonl"
     if not path.is_file():
         return []
-    lines = path.read_text().splitlines(keepends=True)
-    return [parse(line, f"{path}, line {i}") for i, line in enumerate(lines, 1) if line.endswith("\n")]
+    lines = path.read_text(errors="replace").splitlines(keepends=True)
+    return [parse(line, f"{path}, line {i}", "step") for i, line in enumerate(lines, 1) if line.endswith("\n")]
 
 
-def parse(text: str, where: str) -> dict:
-    """The JSON object `text`; UserError naming `where` if it is none."""
+def parse(text: str, where: str, *keys: str) -> dict:
+    """The JSON object `text`; UserError naming `where` if it is none or lacks one of the keys."""
+    fix = "restore the file or choose another folder"
     try:
-        return json.loads(text)
+        found = json.loads(text)
     except json.JSONDecodeError as error:
-        raise UserError(f"{where}: {error}, wanted JSON; restore the file or train into another --out") from error
+        raise UserError(f"{where}: {error}, wanted JSON; {fix}") from error
+    missing = [key for key in keys if not isinstance(found, dict) or key not in found]
+    if missing or not isinstance(found, dict):
+        raise UserError(f"{where}: wanted a JSON object{' with ' * bool(missing)}{', '.join(missing)}; {fix}")
+    return found
 
 
 def write_whole(path: Path, text: str) -> None:

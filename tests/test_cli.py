@@ -42,6 +42,7 @@ def data(tmp_path_factory):
         (["data", "syntetic", "--out", "x"], ["syntetic", "synthetic"]),
         (["bench", "kernels", "--op", "nonsense"], ["bench"]),
         (["bench", "sparse", "--case", "nonsense"], ["bench sparse"]),
+        (["bench", "train", "--case", "nonsense"], ["bench train"]),
         (["train", "tiny", "--no-train.progress"], ["--no-train.progress", "did you mean --train.no-progress?"]),
         (["train", "tiny", "--train.progress", "False"], ["'False'", "--x.no-y"]),
         (["doctor", "now"], ["'now'"]),

@@ -76,6 +76,19 @@ def test_a_checkpoint_of_a_deeper_model_is_refused(data, tmp_path):
         build(shallow, Schema.load(data)).restore(saved)
 
 
+@pytest.mark.parametrize("change", [{"counting_heads": 0}, {"activation": "relu"}, {"time_scale_s": 60.0}, {"window": 32}])
+def test_a_checkpoint_of_another_model_with_the_same_tensors_is_refused(data, tmp_path, change):
+    """Heads that count were taken up as heads that average, in silence; longer histories are no other model."""
+    config = replace(small.config(), model=replace(small.config().model, schedule="GG"))
+    saved = checkpoint.save(tmp_path, 1, build(config, Schema.load(data)).state("{}"), keep=1)
+    stream = replace(config.model.streams[0], window=change.pop("window", config.model.streams[0].window))
+    with pytest.raises(UserError, match="another model"):
+        other = replace(config, model=replace(config.model, streams=(stream,), **change))
+        build(other, Schema.load(data)).restore(saved)
+    longer = replace(config.model.streams[0], name="view", max_length=99)
+    assert build(replace(config, model=replace(config.model, streams=(longer,))), Schema.load(data)).restore(saved)
+
+
 def test_tables_of_a_later_pass_depend_on_the_seed(data):
     """The second pass started from the same tables whatever `train.seed` was."""
     from opengem.train import Progress, _batches

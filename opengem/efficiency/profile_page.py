@@ -8,6 +8,8 @@ from opengem.efficiency import drawing, hardware
 from opengem.efficiency.page import number, table, tiles
 from opengem.efficiency.profile import by_kind
 
+NEEDED = ("recipe", "device", "dtype", "step_ms", "bound", "now", "rows", "kernels", "timeline", "conditions")
+
 
 def section(r: dict) -> str:
     """r: what `profile.measure` returned, with the recipe's name."""

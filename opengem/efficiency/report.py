@@ -41,15 +41,13 @@ class _Run:
     """What the page needs of one run folder."""
 
     def __init__(self, folder: Path) -> None:
-        config, summary = folder / "config.json", folder / "summary.json"
-        if not config.is_file():
+        if not (folder / "config.json").is_file():
             raise UserError(f"{folder} is no run folder (no config.json); give the --out folder of `opengem train`")
         self.folder = folder
-        self.config = parse(config.read_text(), str(config))
+        self.config = _object(folder / "config.json", "name")
         self.lines = read_metrics(folder)
-        self.summary = parse(summary.read_text(), str(summary)) if summary.is_file() else {}
-        profile = folder / "profile.json"
-        self.profile = parse(profile.read_text(), str(profile)) if profile.is_file() else None
+        self.summary = _object(folder / "summary.json")
+        self.profile = _object(folder / "profile.json", *profile_page.NEEDED)
         self.name = f"{self.config['name']} ({folder.name})"
 
     def series(self, *path: str) -> tuple[list[int], list[float]]:
@@ -57,6 +55,11 @@ class _Run:
         values = [reduce(lambda at, key: (at or {}).get(key), path, line) for line in self.lines]
         points = [(line["samples"], y) for line, y in zip(self.lines, values, strict=True) if y is not None]
         return [x for x, _ in points], [y for _, y in points]
+
+
+def _object(path: Path, *keys: str) -> dict:
+    """The JSON object in a file, {} where there is no file."""
+    return parse(path.read_text(errors="replace"), str(path), *keys) if path.is_file() else {}
 
 
 def _headline(run: _Run) -> str:

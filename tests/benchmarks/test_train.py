@@ -9,6 +9,7 @@ import torch
 
 from benchmarks import train, train_plain
 from benchmarks.train_baseline import Baseline
+from opengem.errors import UserError
 from opengem.jagged import Jagged
 from opengem.kernels.block.op import block_attention
 from opengem.kernels.gdpa.op import gdpa
@@ -92,6 +93,12 @@ def test_the_ladder_ends_at_equal_ne_and_its_rows_are_complete(tmp_path, monkeyp
         assert row["op"] == "train" and row["samples_per_s"] > 0
         assert row["local_mfu"] is None and row["e2e_mfu"] is None and row["tflop_per_step"] > 0
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == len(rows)
+
+
+def test_an_unknown_rung_is_refused():
+    """It was passed over, and the last rung measured in its place."""
+    with pytest.raises(UserError, match=r"no rung.*'jaged'.*known: baseline, jagged"):
+        train.run(None, False, ("jaged",), device="cpu")
 
 
 def test_every_stand_in_replaces_a_name_of_the_model():

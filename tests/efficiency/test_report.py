@@ -132,3 +132,18 @@ def test_a_browser_shows_it_without_errors_and_without_scrolling_sideways(tmp_pa
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert "CONSOLE" not in done.stderr
     assert 300 < int(re.search(r'data-width="(\d+)"', done.stdout)[1]) <= width
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("profile.json", "3"), ("profile.json", '{"rows": []}'), ("profile.json", "\udcff"), ("summary.json", "[]"),
+        ("metrics.jsonl", "{}\n"), ("config.json", "null"),
+    ],
+)  # fmt: skip
+def test_a_file_of_another_kind_in_a_run_folder_is_one_line(tmp_path, name, text):
+    run = _run(tmp_path / "a")
+    (run / name).write_text(text, errors="surrogateescape")
+    with pytest.raises(UserError, match=f"{name}.*wanted.*JSON.*restore the file") as caught:
+        report.write([run])
+    assert "\n" not in str(caught.value)
