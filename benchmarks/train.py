@@ -30,7 +30,6 @@ from opengem.data import synthetic
 from opengem.data.batch import Batch
 from opengem.data.schema import Schema
 from opengem.efficiency import profile
-from opengem.efficiency.flops import RunFlops
 from opengem.job import Job, build
 from opengem.kernels import backend
 from opengem.loss import Meter
@@ -199,8 +198,7 @@ def overhead(out: Path | None, *_, config: Config | None = None, rounds: int = 4
         synthetic.build(Path(folder) / "data", users=2000, samples=rounds * 4096, **law)
         job = _job(config, Path(folder) / "data", where, compiled=False)
         host = list(islice(job.loader(Path(folder) / "data", "train", training=True), 3))
-        flops = RunFlops(job.model.flops, [s.name for s in job.schema.streams])
-        progress = Progress(Meter(job.schema.labels, where), Meter(job.schema.labels, where), flops)
+        progress = Progress.of(job)
         with RunLog(Path(folder) / "run", to_json(config), 0, steps, progress=False) as log:
             times = {True: [], False: []}
             for _ in range(rounds + 1):
@@ -226,7 +224,7 @@ def _loop(job: Job, host: list[Batch], steps: int, progress: Progress | None, lo
         loss = job.loss(logits, batch)
         if progress:
             progress.add(logits, batch)
-        norm = job.learn(loss)[1]
+        _, loss, norm = job.learn(loss)
     if progress:
         job.embeddings.check()
         log.write(progress.line(job, loss, norm, batch, dict.fromkeys((x.name for x in job.schema.labels), 0.1)))
