@@ -23,7 +23,7 @@ class Case:
     every peer take exactly those inputs and return one tensor (a peer that is not installed raises ImportError).
     FLOPs and bytes are those of the useful work alone: no padding, no recomputation beyond the x2.5 convention.
     counted: how the bytes are counted, printed before the rows.
-    same_function: peers compute the same function, so their results are compared with ours.
+    same_function: peers compute the same function, so their results are compared with ours, but for those in `unlike`.
     """
 
     op: str
@@ -38,6 +38,7 @@ class Case:
     peers: dict[str, Callable[..., Tensor]] = field(default_factory=dict)
     tolerance: float = 2e-2
     same_function: bool = True
+    unlike: tuple[str, ...] = ()
     counted: str = ""
 
 

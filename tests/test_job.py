@@ -76,7 +76,9 @@ def test_a_checkpoint_of_a_deeper_model_is_refused(data, tmp_path):
         build(shallow, Schema.load(data)).restore(saved)
 
 
-@pytest.mark.parametrize("change", [{"counting_heads": 0}, {"activation": "relu"}, {"time_scale_s": 60.0}, {"window": 32}])
+@pytest.mark.parametrize(
+    "change", [{"counting_heads": 0}, {"activation": "relu"}, {"time_scale_s": 60.0}, {"window": 32}]
+)
 def test_a_checkpoint_of_another_model_with_the_same_tensors_is_refused(data, tmp_path, change):
     """Heads that count were taken up as heads that average, in silence; longer histories are no other model."""
     config = replace(small.config(), model=replace(small.config().model, schedule="GG"))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.registry import Case
+from benchmarks.registry import Case, compiled
 from opengem.kernels.jfa import cost
 from opengem.kernels.jfa.op import jagged_flash_attention
 
@@ -63,7 +63,8 @@ def _case(name: str, lengths: list[int], most: int, dim: int, mask: Mask) -> Cas
         peers={peer.__name__: functools.partial(peer, most, mask) for peer in PEERS},
         fwd_flops=flops, bwd_flops=cost.backward_flops(flops),
         fwd_bytes=cost.bytes(rows, rows, HEADS, HEADS, dim),
-        bwd_bytes=cost.bytes(rows, rows, HEADS, HEADS, dim, backward=True), tolerance=1e-2)
+        bwd_bytes=cost.bytes(rows, rows, HEADS, HEADS, dim, backward=True), tolerance=1e-2,
+        unlike=("sdpa_cudnn_padded",))
 
 
 def make_inputs(lengths: list[int], dim: int, device: torch.device, seed: int) -> tuple[Tensor, ...]:
@@ -110,10 +111,10 @@ def sdpa_cudnn_padded(most: int, mask: Mask, q: Tensor, k: Tensor, v: Tensor, of
 
 
 def flex_attention(most: int, mask: Mask, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
-    compiled, _ = _flex()
+    attention, _ = _flex()
     block_mask = _document_mask(_Key(offsets), mask, q.shape[0])
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    return compiled(q, k, v, block_mask=block_mask)[0].transpose(0, 1)
+    return attention(q, k, v, block_mask=block_mask)[0].transpose(0, 1)
 
 
 PEERS = (torch_varlen_fa2, fa4_cute, sdpa_cudnn_padded, flex_attention)
@@ -129,7 +130,7 @@ def _padded_rows(offsets: Tensor, most: int) -> Tensor:
 def _flex():
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    return torch.compile(flex_attention), torch.compile(create_block_mask)
+    return compiled(flex_attention), torch.compile(create_block_mask)
 
 
 class _Key:
