@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.registry import Case, cases
+from opengem.data.files import writable
 from opengem.errors import UserError
 
 MIN_RUNS, MAX_RUNS, TARGET_S, WARMUP_S = 5, 100, 0.4, 0.5
-CEILING_S = 0.5
 
 
 def kernels(op: str, out: Path | None, peers: bool, only: tuple[str, ...] = (), seed: int = 0) -> list[dict]:
@@ -50,9 +50,10 @@ def record(row: dict, line: str, out: Path | None) -> None:
     """Print `line` and append the row to `out` as JSON."""
     print(line, flush=True)
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with open(out, "a") as file:
-            file.write(json.dumps(row) + "\n")
+        with writable(out):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            with open(out, "a") as file:
+                file.write(json.dumps(row) + "\n")
 
 
 def run_case(case: Case, device: torch.device, peers: bool, seed: int = 0) -> list[dict]:

@@ -236,8 +236,7 @@ def _evaluate(arguments: list[str]) -> None:
 
 def _predict(arguments: list[str]) -> None:
     options = _parse(Predict, arguments, "opengem predict")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError("predict writes one file: start it on one process, without torchrun")
+    _alone("predict writes one file")
     from opengem.evaluate import predict
     from opengem.job import open_run
 
@@ -245,12 +244,22 @@ def _predict(arguments: list[str]) -> None:
     print(f"{rows:,} predictions written to {options.out}")
 
 
+def _alone(why: str) -> None:
+    """UserError where torchrun has started several processes."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(f"{why}: start it on one process, without torchrun")
+
+
 def _profile(arguments: list[str]) -> None:
     options = _with_recipe(Profile, "profile", arguments)
+    _alone("profile measures one process")
+    if options.out is not None and options.out.is_file():  # said before the minutes of measuring
+        raise UserError(f"profile: --out {options.out} is a file, wanted a folder; choose another --out")
     from opengem import profiling
+    from opengem.efficiency.profile_text import text
 
     result = profiling.run(options.config, options.data, options.samples, options.streams, options.lengths)
-    print(profiling.text(result))
+    print(text(result))
     if options.out is not None:
         print(f"profile: {profiling.write(result, options.out)}")
 

@@ -1,4 +1,4 @@
-"""`opengem profile`: a job and a batch for `efficiency/profile.py`, and what it found as text, JSON and HTML."""
+"""`opengem profile`: a job and a batch for `efficiency/profile.py`, and what it found as JSON and HTML."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from opengem.data.files import writable
 from opengem.data.schema import Schema
 from opengem.efficiency import profile, profile_page, workload
 from opengem.efficiency.page import document
-from opengem.efficiency.profile_text import text as text
 from opengem.errors import UserError
 from opengem.job import Job, build
 from opengem.runlog import environment, write_whole

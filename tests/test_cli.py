@@ -43,6 +43,8 @@ def data(tmp_path_factory):
         (["bench", "kernels", "--op", "nonsense"], ["bench"]),
         (["bench", "sparse", "--case", "nonsense"], ["bench sparse"]),
         (["bench", "train", "--case", "nonsense"], ["bench train"]),
+        (["profile", "tiny", "--out", __file__], ["profile: --out", "is a file"]),
+        (["profile", "tiny", "--samples", "-1"], ["profile: --samples", "-1"]),
         (["train", "tiny", "--no-train.progress"], ["--no-train.progress", "did you mean --train.no-progress?"]),
         (["train", "tiny", "--train.progress", "False"], ["'False'", "--x.no-y"]),
         (["doctor", "now"], ["'now'"]),
@@ -61,6 +63,14 @@ def test_wrong_input_is_one_line_and_status_2(capsys, arguments, pieces):
     assert len(err) < 400, err
     for piece in pieces:
         assert piece in err, err
+
+
+@pytest.mark.parametrize("arguments", [["predict", "r", "--data", "d", "--out", "f"], ["profile", "tiny"]])
+def test_what_wants_one_process_is_refused_under_torchrun(capsys, monkeypatch, arguments):
+    """`profile` measured every process by itself and printed as many tables."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    status, _, err = _run(capsys, *arguments)
+    assert status == 2 and "without torchrun" in err
 
 
 def test_an_interrupt_is_one_line_and_status_130(capsys, monkeypatch):

@@ -28,12 +28,12 @@ def readable(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def writable(folder: Path) -> Iterator[None]:
+def writable(path: Path) -> Iterator[None]:
     """Turn a full disk or a missing permission into one line."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"{folder} cannot be written ({error}); free some space or choose another --out") from error
+        raise UserError(f"{path} cannot be written ({error}); free some space or choose another --out") from error
 
 
 class File:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 
 from opengem.efficiency import drawing, hardware
+from opengem.efficiency.flops import TRAINING
 from opengem.efficiency.page import number, table, tiles
 from opengem.efficiency.profile import by_kind
 
@@ -49,7 +50,7 @@ def _waterfall(r: dict, kinds: list[dict]) -> str:
     """From the peak to the E2E MFU: each kind of layer costs its time beyond useful FLOPs at the peak."""
     if not r["scaling_ratio"]:
         return ""
-    beyond = [(row["kind"], row["ms"] - 3 * row["flops"] / r["peak_tflops"] / 1e9) for row in kinds]
+    beyond = [(row["kind"], row["ms"] - TRAINING * row["flops"] / r["peak_tflops"] / 1e9) for row in kinds]
     beyond.append(("host", r["host_ms"]))
     losses = sorted(((name, 100 * ms / r["step_ms"]) for name, ms in beyond), key=lambda loss: -loss[1])
     rest = 100 - 100 * r["e2e_mfu"] - sum(points for _, points in losses[:9])
@@ -65,7 +66,7 @@ def _layers(r: dict, kinds: list[dict]) -> str:
     def cells(row: dict) -> tuple:
         moved = (row["forward_bytes"] + row["backward_bytes"]) / 1e9
         backward = row["backward_ms"] + row["recompute_ms"]
-        sizes = row["name"], number(3 * row["flops"] / 1e9, 1), number(moved, 2), number(row["intensity"], 0)
+        sizes = row["name"], number(TRAINING * row["flops"] / 1e9, 1), number(moved, 2), number(row["intensity"], 0)
         times = number(row["forward_ms"], 3), number(backward, 3), f"{row['ms'] / whole:.1%}"
         rates = f"{row['tflops'] or 0:.4g}", number(row["bound_ms"], 3), row["roof"], number(row["lost_ms"], 3)
         return *sizes, *times, *rates

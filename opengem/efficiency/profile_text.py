@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from opengem.efficiency import hardware
+from opengem.efficiency.flops import TRAINING
 from opengem.efficiency.profile import by_kind
 
 GI = 2**30
@@ -56,10 +57,10 @@ def line(row: dict, whole_ms: float) -> str:
     def number(value: float | None, width: int, digits: int) -> str:
         return f"{value:>{width},.{digits}f}" if value else f"{'':>{width}}"
 
-    moved = (row["forward_bytes"] + row["backward_bytes"]) / 1e9
+    gflop, moved = TRAINING * row["flops"] / 1e9, (row["forward_bytes"] + row["backward_bytes"]) / 1e9
     tflops = number(row["tflops"], 8, 1 if (row["tflops"] or 0) >= 1 else 3)
     return (
-        f"{row['name']:<22}{number(3 * row['flops'] / 1e9, 9, 1)}{number(moved, 8, 2)}{number(row['intensity'], 8, 0)}"
+        f"{row['name']:<22}{number(gflop, 9, 1)}{number(moved, 8, 2)}{number(row['intensity'], 8, 0)}"
         f"{row['forward_ms']:>9.3f}{row['backward_ms'] + row['recompute_ms']:>9.3f}{row['ms'] / whole_ms:>7.1%}"
         f"{tflops}{number(row['gbs'], 7, 0)}{row['bound_ms']:>9.3f} {row['roof']:<8}"
         f"{row['lost_ms']:>8.3f}{row['kernels']:>9.0f}"

@@ -1,8 +1,9 @@
 """From raw ids and numbers to tokens: one token an event, a fixed number of tokens for the features of the sample.
 
-An event becomes [embeddings of its id attributes | encoded numbers | action bits | match bits] -> MLP -> `[T, d]`.
-A sample's features become `num_feature_tokens` tokens `[B, n, d]`. Matching compares an event with the candidate: same
-product, same category, and how often and how lately that happened in the whole visible history.
+An event becomes [embeddings of its ids | knots of its numbers | action bits | match bits | similarities] -> MLP ->
+`[T, d]`. A sample's features become `num_feature_tokens` tokens `[B, n, d]`. Matching compares an event with the
+candidate: same product, same category, similar embeddings; how often and how lately the ids were equal in the whole
+visible history are numbers among the features.
 Read `attention.py` and `interaction.py` next.
 """
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks import train, train_plain
+from benchmarks.run import record
 from benchmarks.train_baseline import Baseline
 from opengem.errors import UserError
 from opengem.jagged import Jagged
@@ -99,6 +100,13 @@ def test_an_unknown_rung_is_refused():
     """It was passed over, and the last rung measured in its place."""
     with pytest.raises(UserError, match=r"no rung.*'jaged'.*known: baseline, jagged"):
         train.run(None, False, ("jaged",), device="cpu")
+
+
+def test_rows_that_cannot_be_written_are_one_line(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for out in (tmp_path, tmp_path / "file" / "rows.jsonl"):
+        with pytest.raises(UserError, match=r"cannot be written.*--out"):
+            record({}, "", out)
 
 
 def test_every_stand_in_replaces_a_name_of_the_model():

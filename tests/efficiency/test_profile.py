@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from opengem import profiling
 from opengem.cli import main
-from opengem.efficiency import counting, hardware, trace, workload
+from opengem.efficiency import counting, hardware, profile_text, trace, workload
 from opengem.efficiency import profile as profiles
 from opengem.efficiency.layers import STEP, Part, Ranges, parts, ranged
 from opengem.efficiency.report import write as write_report
@@ -53,7 +53,7 @@ def test_every_layer_has_both_phases_and_the_flops_are_those_of_the_model(result
 
 def test_without_a_known_peak_there_are_times_and_flops_but_no_mfu(result):
     assert result["peak_tflops"] is None and result["e2e_mfu"] is None and result["local_mfu"] is None
-    text = profiling.text(result)
+    text = profile_text.text(result)
     assert "no MFU" in text and "MFU 1" not in text and "pooling" in text
     assert result["bound"]["source"] == "measured in this process"
 
@@ -63,7 +63,7 @@ def test_with_a_peak_local_mfu_times_scaling_ratio_is_e2e_mfu(result):
     known |= profiles.shares(known)
     assert known["local_mfu"] * known["scaling_ratio"] == pytest.approx(known["e2e_mfu"])
     assert 0 < known["e2e_mfu"] < known["e2e_mfu_attention_x2.5"] < 1
-    assert "E2E MFU" in profiling.text(known)
+    assert "E2E MFU" in profile_text.text(known)
     host = known["conditions"][-1]
     assert host["ms"] == 1.0 and host["mfu_points"] > 0
     assert [c["ms"] for c in known["conditions"][:3]] == [0, 0, 0]
