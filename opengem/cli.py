@@ -337,7 +337,7 @@ def _one_line(text: str) -> str:
     """tyro's message without its box, title, help text and rules."""
     bare = " ".join(re.sub(r"[╭╮╰╯│─┌┐└┘├┤]+", " ", text).split())
     parts = re.split(r" ?-{4,} ?", bare)
-    said = re.sub(r"^Error parsing \S+: (?=config )| ?For full helptext.*", "", parts[len(parts) > 1])
+    said = re.sub(r"^(Value error )?(Error parsing \S+: (?=config ))?| ?For full helptext.*", "", parts[len(parts) > 1])
     return said[:400].removesuffix(".") or "arguments could not be read"
 
 

@@ -173,7 +173,7 @@ def run_config(run: Path) -> Config:
     path = Path(run) / "config.json"
     if not path.is_file():
         raise UserError(f"{run} is no run folder (no config.json); give the --out folder of `opengem train`")
-    return from_json(path.read_text(), str(path))
+    return from_json(path.read_text(errors="replace"), str(path))
 
 
 def open_run(run: Path, data: Path) -> Job:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from opengem import baselines, checkpoint, mesh
-from opengem.config import Config, from_json, to_json
+from opengem.config import Config, to_json
 from opengem.data.batch import Batch
 from opengem.data.labels import base_rates
 from opengem.data.loader import Loader
@@ -24,7 +24,7 @@ from opengem.efficiency import hardware, memory, mfu
 from opengem.efficiency.flops import RunFlops
 from opengem.errors import NonFiniteError, UserError
 from opengem.evaluate import evaluate_split
-from opengem.job import Job, build, pick_device
+from opengem.job import Job, build, pick_device, run_config
 from opengem.loss import Meter
 from opengem.metrics import entropy
 from opengem.runlog import NoLog, RunLog, environment, peak_memory_bytes
@@ -232,7 +232,7 @@ def _find_checkpoint(config: Config, out: Path, resume: str) -> Path | None:
     written = out / "config.json"
     if written.is_file() and resume == "never":
         raise UserError(f"{out} already holds a run and --resume is never; choose another --out or remove the folder")
-    if written.is_file() and replace(from_json(written.read_text(), str(written)), mesh=config.mesh) != config:
+    if written.is_file() and replace(run_config(out), mesh=config.mesh) != config:
         raise UserError(f"{out} holds a run with another config; choose another --out, or pass {written} as the recipe")
     return checkpoint.find(out / "checkpoints") if resume in ("auto", "never") else Path(resume)
 

@@ -13,7 +13,7 @@ from opengem.config import StreamConfig
 from opengem.data.schema import Schema
 from opengem.data.store import Writer
 from opengem.errors import UserError
-from opengem.job import build, open_run
+from opengem.job import build, open_run, run_config
 from opengem.train import train
 from tests import small
 
@@ -74,6 +74,12 @@ def test_a_checkpoint_of_a_deeper_model_is_refused(data, tmp_path):
     shallow = replace(config, model=replace(config.model, layers=1))
     with pytest.raises(UserError, match="another model"):
         build(shallow, Schema.load(data)).restore(saved)
+
+
+def test_a_config_that_is_no_text_is_one_line(tmp_path):
+    (tmp_path / "config.json").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="config.json is not valid JSON"):
+        run_config(tmp_path)
 
 
 @pytest.mark.parametrize(
