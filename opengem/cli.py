@@ -253,6 +253,8 @@ def _alone(why: str) -> None:
 def _profile(arguments: list[str]) -> None:
     options = _with_recipe(Profile, "profile", arguments)
     _alone("profile measures one process")
+    if options.data and (options.lengths or options.streams != Profile.streams):
+        raise UserError("profile: --streams and --lengths shape random batches; with --data they are the data set's")
     if options.out is not None and options.out.is_file():  # said before the minutes of measuring
         raise UserError(f"profile: --out {options.out} is a file, wanted a folder; choose another --out")
     from opengem import profiling
@@ -271,8 +273,14 @@ def _report(arguments: list[str]) -> None:
     print(f"report: {report.write(list(options.runs), options.out)}")
 
 
+BENCH_FLAGS = {"op": ("kernels",), "peers": ("kernels", "sparse"), "ladder": ("train",), "overhead": ("train",)}
+
+
 def _bench(arguments: list[str]) -> None:
     options = _parse(Bench, arguments, "opengem bench")
+    for flag, of in BENCH_FLAGS.items():
+        if getattr(options, flag) and options.what not in of:
+            raise UserError(f"bench {options.what} has no --{flag}; it belongs to bench {' and '.join(of)}")
     if options.what == "sparse":
         from benchmarks.kernels import sparse
 
