@@ -174,11 +174,15 @@ class Progress:
         saved = json.loads(text)
         job.step, self.epoch = saved["step"], saved["counts"]["epoch"]
         loader.load_state_dict(saved["loader"])
-        if mesh.rank() == 0:
-            self.samples, self.padded_tokens = saved["counts"]["samples"], saved["counts"]["padded_tokens"]
-            for name, seen in self.lengths.items():
-                found = saved["counts"]["lengths"][f"{name}.timestamp"]
+        first = mesh.rank() == 0
+        for name, seen in self.lengths.items():
+            found = saved["counts"]["lengths"][f"{name}.timestamp"]
+            more = torch.zeros(max(0, len(found) - seen.shape[0]), dtype=torch.int64)  # the run kept longer histories
+            self.lengths[name] = seen = torch.cat([seen, more])
+            if first:
                 seen[: len(found)] = torch.tensor(found, dtype=torch.int64)
+        if first:
+            self.samples, self.padded_tokens = saved["counts"]["samples"], saved["counts"]["padded_tokens"]
             for name, sums in saved["meters"].items():
                 getattr(self, name).sums.copy_(torch.tensor(sums, dtype=torch.float64))
 

@@ -150,6 +150,16 @@ def test_a_run_folder_is_not_mixed_with_another_config(data, whole):
         train(small.config(), data, run, resume="never", with_baselines=False)
 
 
+def test_a_checkpoint_goes_on_with_shorter_histories(data, whole, tmp_path):
+    """The counts by length of the first run did not fit into those of the second."""
+    config = small.config()
+    stream = replace(config.model.streams[0], max_length=3)
+    shorter = replace(config, model=replace(config.model, streams=(stream,)))
+    source = sorted((whole[0] / "checkpoints").glob("step-*"))[0]
+    summary = train(shorter, data, tmp_path / "run", resume=str(source), with_baselines=False)
+    assert sum(summary["lengths"]["view.timestamp"]) == sum(whole[1]["lengths"]["view.timestamp"])
+
+
 def test_a_checkpoint_given_by_path_does_not_mix_runs(data, whole, tmp_path):
     run, _ = whole
     newest = str(checkpoint.find(run / "checkpoints"))
