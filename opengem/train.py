@@ -119,7 +119,7 @@ class Progress:
         return cls(Meter(job.schema.labels, job.device), Meter(job.schema.labels, job.device), lengths, flops)
 
     def add(self, logits: dict[str, Tensor], batch: Batch) -> None:
-        self.window.add({name: value.detach() for name, value in logits.items()}, batch)
+        self.window.add(logits, batch)
 
     def count(self, batch: Batch) -> None:
         """Samples and history tokens of a batch that is still on the host."""

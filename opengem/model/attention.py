@@ -98,12 +98,14 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x: Jagged, angles: Rotation | None) -> Jagged:
-        q, k, v = SplitHeads.apply(self.qkv(x.values).unflatten(1, (3 * self.heads, -1)), 3)
+        heads = self.qkv(x.values).unflatten(1, (3 * self.heads, -1))
         if self.kind == "block":
             rope = {} if angles is None else {"rope": (angles.cos, angles.sin), "rope_by_row": not angles.by_position}
+            q, k, v = SplitHeads.apply(heads, 3)
             out = block_attention(q, k, v, x.offsets, max_length=x.max_length, block=self.block, **rope)
         else:
-            q, k = (q, k) if angles is None else (rotate(part, x, angles) for part in (q, k))
+            both, v = heads.split([2 * self.heads, self.heads], 1)
+            q, k = (both if angles is None else rotate(both, x, angles)).chunk(2, 1)
             out = jagged_flash_attention(q, k, v, x.offsets, max_q=x.max_length, window=self.window)
         return x.with_values(self.out(out.flatten(1)))
 

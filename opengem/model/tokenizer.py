@@ -138,13 +138,13 @@ class EventTokenizer(nn.Module):
         vectors = torch.cat([self.column(embedded, a) for a in self.ids] or [view.gap[:, None][:, :0]], 1)
         numbers = self.numbers(batch, view, vectors.dtype)
         if self.pairs:
-            numbers = torch.cat([numbers, self.similarity(vectors, embedded, view.history)], 1)
-        hidden = torch.addmm(self.inner(numbers), vectors, self.lift.weight.T)
+            numbers.append(self.similarity(vectors, embedded, view.history))
+        hidden = torch.addmm(self.inner(torch.cat(numbers, 1)), vectors, self.lift.weight.T)
         return view.history.with_values(self.outer(F.gelu(hidden)))
 
     @torch.no_grad()
-    def numbers(self, batch: Batch, view: EventView, dtype: torch.dtype) -> Tensor:
-        """What is known of an event besides its ids: action bits, match bits, padding, and the knots of its numbers.
+    def numbers(self, batch: Batch, view: EventView, dtype: torch.dtype) -> list[Tensor]:
+        """What is known of an event besides its ids: the knots of its numbers, then action bits, match bits, padding.
 
         The numbers are the dense attributes, days to the request, and days since the event before.
         """
@@ -153,7 +153,7 @@ class EventTokenizer(nn.Module):
         knots = hats(place(torch.stack(numbers, 1)), self.STEP, dtype).flatten(1)
         bits = [unpack_bits(self.column(batch, a), a.rows) for a in self.bits]
         flags = torch.cat([*bits, view.match, view.gap.new_zeros(view.gap.shape[0], self.padding)], 1)
-        return torch.cat([knots, flags.to(dtype)], 1)
+        return [knots, flags.to(dtype)]
 
     def similarity(self, vectors: Tensor, embedded: Embedded, history: Jagged) -> Tensor:
         """`[T, pairs]`: inner product of the event's and the candidate's embedding, a soft match.

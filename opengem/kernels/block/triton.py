@@ -129,6 +129,18 @@ def _angles(turns, start, positions, BLOCK: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
+def _rotated_scores(q, q_row, k, k_row, live, turns, start, positions, BLOCK: tl.constexpr, HALF: tl.constexpr,
+                    INTERLEAVED: tl.constexpr):
+    """(q k^T of rotated rows, the members of the pairs of q and of k)."""
+    q1, q2 = _load_pairs(q, q_row, live, HALF, INTERLEAVED)
+    k1, k2 = _load_pairs(k, k_row, live, HALF, INTERLEAVED)
+    cos, sin = _angles(turns, start, positions, BLOCK, HALF)
+    q1, q2 = _rotate(q1, q2, cos, sin)
+    k1, k2 = _rotate(k1, k2, cos, sin)
+    return tl.dot(q2, tl.trans(k2), tl.dot(q1, tl.trans(k1))), q1, q2, k1, k2
+
+
+@triton.jit
 def _softmax(scores, live, scale_log2):
     """Softmax over the live keys of a tile, fp32, not yet divided by its row sum; and that sum."""
     scores = tl.where(live[None, :], scores * scale_log2, DEAD)
@@ -149,12 +161,7 @@ def _forward(q, k, v, out, place, turns, positions, heads, scale,
     k += first * k_row + head * k_head
     values = _load(v + first * v_row + head * v_head, v_row, live, 2 * HALF)
     if ROPE:
-        q1, q2 = _load_pairs(q, q_row, live, HALF, INTERLEAVED)
-        k1, k2 = _load_pairs(k, k_row, live, HALF, INTERLEAVED)
-        cos, sin = _angles(turns, start, positions, BLOCK, HALF)
-        q1, q2 = _rotate(q1, q2, cos, sin)
-        k1, k2 = _rotate(k1, k2, cos, sin)
-        scores = tl.dot(q2, tl.trans(k2), tl.dot(q1, tl.trans(k1)))
+        scores = _rotated_scores(q, q_row, k, k_row, live, turns, start, positions, BLOCK, HALF, INTERLEAVED)[0]
     else:
         queries = _load(q, q_row, live, 2 * HALF)
         keys = _load(k, k_row, live, 2 * HALF)
@@ -181,12 +188,8 @@ def _backward(grad, q, k, v, grad_q, grad_k, grad_v, place, turns, positions, he
     grad += first * grad_row + head * grad_head
     v += first * v_row + head * v_head
     if ROPE:
-        q1, q2 = _load_pairs(q, q_row, live, HALF, INTERLEAVED)
-        k1, k2 = _load_pairs(k, k_row, live, HALF, INTERLEAVED)
-        cos, sin = _angles(turns, start, positions, BLOCK, HALF)
-        q1, q2 = _rotate(q1, q2, cos, sin)
-        k1, k2 = _rotate(k1, k2, cos, sin)
-        scores = tl.dot(q2, tl.trans(k2), tl.dot(q1, tl.trans(k1)))
+        scores, q1, q2, k1, k2 = _rotated_scores(q, q_row, k, k_row, live, turns, start, positions, BLOCK, HALF,
+                                                 INTERLEAVED)
         g = _load(grad, grad_row, live, 2 * HALF)  # only now: they take the room of the product's own copy of q
         values = _load(v, v_row, live, 2 * HALF)
     else:
