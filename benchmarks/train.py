@@ -180,8 +180,9 @@ def _quality(job: Job, data: Path, samples: int, size: int) -> dict:
     for batch in islice(_batches(job, data, size), samples // size):
         logits = job.forward(batch)
         meter.add({name: value.detach() for name, value in logits.items()}, batch)
-        if not job.learn(job.loss(logits, batch))[0]:
-            raise RuntimeError("non-finite loss or gradient")
+        step = job.learn(job.loss(logits, batch))
+    if not step.finite():
+        raise RuntimeError("non-finite loss or gradient")
     weight, loss, label, _ = meter.read()[job.schema.labels[0].name]
     return {"ne": loss / weight / entropy(label / weight), "ne_samples": samples, "ne_batch": size}
 
@@ -211,9 +212,10 @@ def overhead(out: Path | None, *_, config: Config | None = None, rounds: int = 4
         progress = Progress.of(job)
         with RunLog(Path(folder) / "run", to_json(config), 0, steps, progress=False) as log:
             times = {True: [], False: []}
-            for _ in range(rounds + 1):
+            for turn in range(rounds + 1):
                 for logged in times:
                     times[logged].append(_loop(job, host, steps, progress if logged else None, log))
+                    print(f"turn {turn}, {'with' if logged else 'without'} log: {times[logged][-1]:.3f} s", flush=True)
     with_log, without = (statistics.median(times[logged][1:]) for logged in (True, False))
     spread = max((max(t[1:]) - min(t[1:])) / statistics.median(t[1:]) for t in times.values())
     row = {"op": "train", "case": "logging_overhead", "impl": "opengem", "peer": None, "share": with_log / without - 1}
@@ -234,10 +236,10 @@ def _loop(job: Job, host: list[Batch], steps: int, progress: Progress | None, lo
         loss = job.loss(logits, batch)
         if progress:
             progress.add(logits, batch)
-        _, loss, norm = job.learn(loss)
+        step = job.learn(loss)
     if progress:
         job.embeddings.check()
-        log.write(progress.line(job, loss, norm, batch, dict.fromkeys((x.name for x in job.schema.labels), 0.1)))
+        log.write(progress.line(job, step, batch, dict.fromkeys((x.name for x in job.schema.labels), 0.1)))
     if job.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start

@@ -13,7 +13,7 @@ from opengem import mesh
 from opengem.data.batch import Batch
 from opengem.data.files import writable
 from opengem.errors import NonFiniteError, UserError
-from opengem.job import Job
+from opengem.job import Job, Step
 from opengem.metrics import calibration_curve, summarize
 
 
@@ -29,14 +29,20 @@ def score(job: Job, batches: Iterable[Batch]) -> Iterator[tuple[Batch, dict[str,
 def score_progressively(job: Job, batches: Iterable[Batch]) -> Iterator[tuple[Batch, dict[str, torch.Tensor]]]:
     """As `score`, but each batch is learned from after it was predicted (online training on the split)."""
     job.model.train()
+    step = None
     for batch in batches:
         on_device = batch.to(job.device, non_blocking=True)
         logits = job.forward(on_device)
         probabilities = {name: value.detach().float().sigmoid().cpu() for name, value in logits.items()}
-        finite, _, _ = job.learn(job.loss(logits, on_device))
-        if not finite:
-            raise NonFiniteError(f"progressive evaluation: non-finite loss or gradient after {job.step} steps")
+        _check(step)  # of the step before: it is done, since its successor's logits are here
+        step = job.learn(job.loss(logits, on_device))
         yield batch, probabilities
+    _check(step)
+
+
+def _check(step: Step | None) -> None:
+    if step is not None and not step.finite():
+        raise NonFiniteError(f"progressive evaluation: non-finite loss or gradient in step {step.number}")
 
 
 def evaluate_split(

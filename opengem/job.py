@@ -20,9 +20,39 @@ from opengem.data.store import Events
 from opengem.errors import UserError
 from opengem.loss import multi_task_loss, task_weights
 from opengem.model.gem import GEM, cast_parameters, stream_config
-from opengem.optim import clip_gradients, dense_optimizer, rate
+from opengem.optim import dense_optimizer, gradient_norm, rate, update
 from opengem.sparse.collection import EmbeddingCollection
 from opengem.sparse.sharded import shard
+
+
+@dataclass(frozen=True)
+class Step:
+    """What `Job.learn` did. number: counts from 1. loss: of the global batch; norm: of the dense gradients before
+    clipping; both 0-dim on the device.
+
+    stopped: copied to the host behind the step, there once `done` has happened (None: already).
+    """
+
+    number: int
+    loss: Tensor
+    norm: Tensor
+    stopped: Tensor
+    done: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, number: int, loss: Tensor, norm: Tensor, stopped: Tensor) -> Step:
+        if stopped.device.type != "cuda":
+            return cls(number, loss, norm, stopped.clone(), None)
+        copy = torch.empty_like(stopped, device="cpu", pin_memory=True).copy_(stopped, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return cls(number, loss, norm, copy, done)
+
+    def finite(self) -> bool:
+        """Whether every loss and gradient was, in this step and before; waits until the device has come here."""
+        if self.done is not None:
+            self.done.synchronize()
+        return not self.stopped.item()
 
 
 @dataclass
@@ -39,6 +69,9 @@ class Job:
     step: int = 0
     total_steps: int = 1
     events: Events | None = None  # histories in memory, shared by the loaders of all splits
+
+    def __post_init__(self) -> None:
+        self.stopped = torch.zeros((), device=self.device)  # 1 from the first non-finite step on: nothing is updated
 
     @property
     def max_lengths(self) -> dict[str, int]:
@@ -60,10 +93,11 @@ class Job:
             sums = dict(zip((label.name for label in labels), mesh.sum_over_ranks(masses), strict=True))
         return multi_task_loss(logits, batch, labels, optim.task_weights, optim.esmm, sums)
 
-    def learn(self, loss: Tensor) -> tuple[bool, Tensor, Tensor]:
-        """Backward, check, step. Returns (finite, loss of the global batch, dense gradient norm).
+    def learn(self, loss: Tensor) -> Step:
+        """Backward, check, step, without waiting for the device.
 
-        Nothing is updated when a loss or gradient of any process is not finite.
+        Once a loss or gradient of any process is not finite, neither this step nor a later one updates anything, so
+        whoever trains may look at `Step.finite` a step late, but before the job is saved.
         """
         loss.backward()
         loss = mesh.sum_over_ranks(loss.detach().clone())
@@ -71,22 +105,18 @@ class Job:
             if parameter.grad is None:  # so that every parameter has optimiser state, which a checkpoint needs
                 parameter.grad = torch.zeros_like(parameter)
         mesh.sum_gradients(self.model.parameters())
-        norm = clip_gradients(self.model, self.config.optim.clip_norm)
-        finite = bool(torch.isfinite(loss) & torch.isfinite(norm) & self.embeddings.finite())
-        if finite:
-            factor = rate(self.step, self.total_steps, self.config.optim)
-            for group in self.optimizer.param_groups:
-                group["lr"] = factor * self.config.optim.lr
-            self.optimizer.step()
-            self.embeddings.step(factor * self.config.sparse.lr)
-            self.step += 1
-            if self.config.sparse.check_replicas and mesh.world_size() > 1:
-                whole = torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()])
-                mesh.assert_equal(whole, "the dense parameters")
-        else:
-            self.embeddings.discard()
+        norm = gradient_norm(self.model)
+        finite = torch.isfinite(loss) & torch.isfinite(norm) & self.embeddings.finite()
+        torch.maximum(self.stopped, ~finite, out=self.stopped)
+        factor = rate(self.step, self.total_steps, self.config.optim)
+        update(self.optimizer, factor * self.config.optim.lr, norm, self.config.optim.clip_norm, self.stopped)
+        self.embeddings.step(factor * self.config.sparse.lr, skip=self.stopped > 0)
+        self.step += 1
+        if self.config.sparse.check_replicas and mesh.world_size() > 1:
+            whole = torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()])
+            mesh.assert_equal(whole, "the dense parameters")
         self.optimizer.zero_grad(set_to_none=True)
-        return finite, loss, norm
+        return Step.of(self.step, loss, norm, self.stopped)
 
     def loader(self, folder: Path, split: str, training: bool) -> Loader:
         """Batches of one split, in the order training or evaluation reads them."""
@@ -150,7 +180,7 @@ def build(config: Config, schema: Schema) -> Job:
     model = GEM(schema, features, config.model, config.sparse.dim).to(device)
     if config.train.compile:
         model.compile()
-    optimizer = dense_optimizer(model, config.optim, device)
+    optimizer = dense_optimizer(model, config.optim)
     return Job(config, schema, device, dtype, embeddings, model, optimizer)
 
 

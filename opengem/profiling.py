@@ -18,10 +18,10 @@ from opengem.data.schema import Schema
 from opengem.efficiency import profile, profile_page, workload
 from opengem.efficiency.page import document
 from opengem.errors import UserError
-from opengem.job import Job, build
+from opengem.job import Job, build, pick_device
 from opengem.runlog import environment, write_whole
 
-PROBE = 8
+PROBE = 32
 
 
 def run(config: Config, data: Path | None, samples: int = 0, streams: int = 3, lengths: str = "") -> dict:
@@ -32,7 +32,9 @@ def run(config: Config, data: Path | None, samples: int = 0, streams: int = 3, l
     """
     if samples < 0 or streams < 0:
         raise UserError(f"profile: --samples and --streams must be at least 0, got {samples} and {streams}")
-    job = build(config, Schema.load(data) if data else workload.schema(config, streams))
+    schema = Schema.load(data) if data else workload.schema(config, streams)
+    with pick_device(config)[0]:  # parameters drawn where they are used: seconds for billions of them
+        job = build(config, schema)
     make = partial(_batch, job, data, lengths)
     if samples or job.device.type == "cpu":
         batch = make(samples or config.data.batch_size)

@@ -24,7 +24,7 @@ from opengem.efficiency import hardware, memory, mfu
 from opengem.efficiency.flops import RunFlops
 from opengem.errors import NonFiniteError, UserError
 from opengem.evaluate import evaluate_split
-from opengem.job import Job, build, pick_device, run_config
+from opengem.job import Job, Step, build, pick_device, run_config
 from opengem.loss import Meter
 from opengem.metrics import entropy
 from opengem.runlog import NoLog, RunLog, environment, peak_memory_bytes
@@ -68,18 +68,19 @@ def _train(config: Config, data: Path, out: Path, resume: str, with_baselines: b
     options = (job.step, job.total_steps, config.train.progress, peak)
     with RunLog(out, to_json(config), *options) if first else NoLog() as log:
         job.model.train()
+        unread: list[tuple[Step, Batch]] = []
         for batch in _batches(job, loader, progress):
             logits = job.forward(batch)
-            loss = job.loss(logits, batch)
             progress.add(logits, batch)
-            finite, loss, norm = job.learn(loss)
-            if not finite:
-                raise NonFiniteError(_explain(job, loss, norm, batch, out))
+            step = job.learn(job.loss(logits, batch))
             last = job.step == job.total_steps
-            if job.step % config.train.log_every == 0 or last:
+            logs = last or job.step % config.train.log_every == 0
+            saves = last or (config.train.save_every and job.step % config.train.save_every == 0)
+            unread = _read([*unread, (step, batch)], 0 if logs or saves else 1, out)
+            if logs:
                 job.embeddings.check()
-                log.write(progress.line(job, loss, norm, batch, rates))
-            if last or (config.train.save_every and job.step % config.train.save_every == 0):
+                log.write(progress.line(job, step, batch, rates))
+            if saves:
                 state = job.state(progress.dump(job, loader))
                 checkpoint.save(out / "checkpoints", job.step, state, config.train.keep_checkpoints)
         summary = {"recipe": config.name, "data": schema.name, "steps": job.step, "base_rates": rates}
@@ -144,12 +145,12 @@ class Progress:
             lengths[f"{name}.timestamp"] = found[: longest + 1]
         return {"samples": samples, "tokens": tokens, "padded_tokens": padded_tokens, "lengths": lengths}
 
-    def line(self, job: Job, loss: Tensor, norm: Tensor, batch: Batch, rates: dict[str, float | None]) -> dict:
+    def line(self, job: Job, step: Step, batch: Batch, rates: dict[str, float | None]) -> dict:
         """One line of metrics.jsonl: `tasks` since the last line, `tasks_total` since the start of the run."""
         counts = self.counts()
         line = {"step": job.step, "epoch": self.epoch, "samples": counts["samples"], "tokens": counts["tokens"]}
         newest = mesh.max_over_ranks(batch.timestamps.max() if batch.batch_size else batch.timestamps.new_tensor(-1))
-        line |= {"timestamp": int(newest), "loss": float(loss), "grad_norm": float(norm)}
+        line |= {"timestamp": int(newest), "loss": float(step.loss), "grad_norm": float(step.norm)}
         line |= {"lr": job.optimizer.param_groups[0]["lr"], "useful_tflop": self.useful_flops(counts) / 1e12}
         line["memory"] = memory.categories(job, peak_memory_bytes())
         line["padding_avoided"] = 1 - counts["tokens"] / counts["padded_tokens"] if counts["padded_tokens"] else 0.0
@@ -253,9 +254,21 @@ def _baselines(config: Config, data: Path, schema: Schema, rates: dict[str, floa
     return baselines.compute(data, schema, **splits, seed=config.train.seed, rates=rates)
 
 
-def _explain(job: Job, loss: Tensor, norm: Tensor, batch: Batch, out: Path) -> str:
+def _read(steps: list[tuple[Step, Batch]], keep: int, out: Path) -> list[tuple[Step, Batch]]:
+    """The newest `keep` of the steps; NonFiniteError if one before them was not finite.
+
+    Reading the newest step as well would wait until the device has done it, and leave it without work for the next.
+    """
+    for step, batch in steps[: len(steps) - keep]:
+        if not step.finite():
+            raise NonFiniteError(_explain(step, batch, out))
+    return steps[len(steps) - keep :]
+
+
+def _explain(step: Step, batch: Batch, out: Path) -> str:
     rows = f"rows {int(batch.rows.min())} to {int(batch.rows.max())}" if batch.batch_size else "no rows on this rank"
     return (
-        f"step {job.step + 1}, {rows}: loss {loss.item()}, dense gradient norm {norm.item()}; no step was taken, the "
-        f"last complete checkpoint in {out}/checkpoints is intact. Lower --optim.lr or --sparse.lr, or look at the rows"
+        f"step {step.number}, {rows}: loss {step.loss.item()}, dense gradient norm {step.norm.item()}; no step was "
+        f"taken, the last complete checkpoint in {out}/checkpoints is intact. Lower --optim.lr or --sparse.lr, or look "
+        "at the rows"
     )

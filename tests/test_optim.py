@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from opengem.config import OptimConfig
-from opengem.optim import clip_gradients, dense_optimizer, rate
+from opengem.optim import dense_optimizer, gradient_norm, rate, update
 
 
 def test_rate_warms_up_then_falls_to_the_final_fraction():
@@ -19,17 +19,31 @@ def test_rate_warms_up_then_falls_to_the_final_fraction():
     assert rate(50, 100, OptimConfig(warmup_steps=0)) == 1.0
 
 
-def test_clip_measures_the_norm_and_zero_means_no_clipping():
-    model = nn.Linear(1, 2, bias=False)
-    model.weight.grad = torch.tensor([[3.0], [4.0]])
-    assert clip_gradients(model, 0).item() == pytest.approx(5)
-    assert model.weight.grad.norm().item() == pytest.approx(5)
-    assert clip_gradients(model, 1.0).item() == pytest.approx(5)
-    assert model.weight.grad.norm().item() == pytest.approx(1, rel=1e-4)
+@pytest.mark.parametrize(("limit", "factor"), [(0.0, 1.0), (1.0, 0.2), (100.0, 1.0)])
+def test_an_update_clips_to_the_limit_and_zero_means_no_clipping(limit, factor):
+    stepped = []
+    for grad, clip in ((torch.tensor([[3.0], [4.0]]), limit), (factor * torch.tensor([[3.0], [4.0]]), 0.0)):
+        torch.manual_seed(0)
+        model = nn.Linear(1, 2, bias=False)
+        model.weight.grad = grad
+        optimizer = dense_optimizer(model, OptimConfig(eps=1.0))  # so that a gradient's size tells in the step
+        update(optimizer, 0.1, gradient_norm(model), clip, torch.zeros(()))
+        stepped.append(model.weight.detach())
+    torch.testing.assert_close(*stepped)
+
+
+def test_an_update_that_is_skipped_changes_nothing_and_is_not_counted():
+    model = nn.Linear(2, 2)
+    optimizer, before = dense_optimizer(model, OptimConfig()), [p.detach().clone() for p in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, float("nan"))
+    update(optimizer, 0.1, gradient_norm(model), 1.0, torch.ones(()))
+    assert all(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
+    assert all(state["step"] == 0 and not state["exp_avg"].any() for state in optimizer.state.values())
 
 
 def test_only_matrices_decay():
     model = nn.Linear(2, 2)
-    groups = dense_optimizer(model, OptimConfig(weight_decay=0.1), torch.device("cpu")).param_groups
+    groups = dense_optimizer(model, OptimConfig(weight_decay=0.1)).param_groups
     decay = {id(p): g["weight_decay"] for g in groups for p in g["params"]}
     assert decay == {id(model.weight): 0.1, id(model.bias): 0.0}

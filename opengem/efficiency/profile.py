@@ -250,34 +250,39 @@ def timeline(found: list[trace.Interval], table: list[dict]) -> list[list]:
     return stretches
 
 
-def largest_batch(job, batch_of: Callable[[int], Batch], probe: int, limit: int, headroom: float = 0.92) -> Batch:
+def largest_batch(job, batch_of: Callable[[int], Batch], probe: int, limit: int, headroom: float = 0.94) -> Batch:
     """The largest batch of at most `limit` samples with which a training step fits the GPU, a multiple of 8 or `limit`.
 
-    batch_of: samples -> batch on the device. A step on `probe` samples tells what a sample takes; then sizes shrink by
-    a tenth until a step succeeds. torch.OutOfMemoryError if not even 8 samples fit.
+    batch_of: samples -> batch on the device. What forward holds of `probe` and of half as many samples tells what a
+    sample takes and what a step takes besides; then sizes shrink by a tenth until a step succeeds.
+    torch.OutOfMemoryError if not even 8 samples fit.
     """
-
-    def attempt(samples: int) -> Batch:
-        batch = batch_of(samples)
-        job.learn(job.loss(job.forward(batch), batch))
-        torch.cuda.synchronize()
-        return batch
-
-    attempt(probe)  # optimiser state and workspaces
-    torch.cuda.reset_peak_memory_stats()
-    fixed = torch.cuda.memory_allocated() + 8 * sum(p.numel() for p in job.model.parameters())  # gradients and casts
-    attempt(probe)
-    each = max(1.0, torch.cuda.max_memory_allocated() - fixed) / probe
-    total = torch.cuda.get_device_properties(job.device).total_memory
-    size = min(limit, max(8, int((headroom * total - fixed) / each) // 8 * 8))
+    made = [held(job, batch_of(samples)) for samples in (probe, probe // 2, probe)]  # the first makes workspaces, state
+    each = max(1.0, (made[2] - made[1]) / (probe - probe // 2))
+    room = headroom * torch.cuda.get_device_properties(job.device).total_memory
+    room -= torch.cuda.memory_allocated() + made[2] - probe * each
+    size = min(limit, max(8, int(room / each) // 8 * 8))
     while True:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         try:
-            return attempt(size)
+            batch = batch_of(size)
+            held(job, batch)
+            torch.cuda.synchronize()
+            return batch
         except torch.OutOfMemoryError:
             if size <= 8:
                 raise
+        batch = None
         job.optimizer.zero_grad(set_to_none=True)
         job.embeddings.discard()
         size = max(8, int(0.9 * size) // 8 * 8)
+
+
+def held(job, batch: Batch) -> int:
+    """Bytes on the GPU that the forward of a training step leaves for its backward; runs the whole step."""
+    before = torch.cuda.memory_allocated()
+    loss = job.loss(job.forward(batch), batch)
+    bytes = torch.cuda.memory_allocated() - before
+    job.learn(loss)
+    return bytes

@@ -253,9 +253,15 @@ class EmbeddingCollection:
         total = sum((leaves.grads.sum(dtype=torch.float32) for _, leaves in self.pending), zero)
         return self.router.agree(total.isfinite())
 
-    def step(self, lr: float) -> None:
-        """Exact row-wise Adagrad on the rows looked up since the last call, from the leaves' `.grad`."""
+    def step(self, lr: float, skip: Tensor | None = None) -> None:
+        """Exact row-wise Adagrad on the rows looked up since the last call, from the leaves' `.grad`.
+
+        skip: 0-dim bool on the device, the same on every process; where it holds, rows and state stay as they are.
+        """
         if self.pending:
+            if skip is not None:
+                for _, leaves in self.pending:
+                    leaves.grads.masked_fill_(skip, 0)
             arrived = [(ids.request, self.router.grads(ids.route, leaves.grads)) for ids, leaves in self.pending]
             self.storage.update(arrived, lr)
             if self.config.check_replicas:

@@ -32,9 +32,9 @@ class JoinedCollections:
     def finite(self) -> Tensor:
         return torch.stack([part.finite() for part in self.parts]).all()
 
-    def step(self, lr: float) -> None:
+    def step(self, lr: float, skip: Tensor | None = None) -> None:
         for part in self.parts:
-            part.step(lr)
+            part.step(lr, skip)
 
     def discard(self) -> None:
         for part in self.parts:

@@ -135,13 +135,11 @@ def test_a_batch_of_the_largest_size_that_fits(monkeypatch):
     for name, value in (("synchronize", None), ("reset_peak_memory_stats", None), ("empty_cache", None)):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
-    parameters = sum(p.numel() for p in job.model.parameters())
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 8 * parameters + 8 * 1000)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda _: type("P", (), {"total_memory": (8 * parameters + 90_000) / 0.92})
-    )
+    monkeypatch.setattr(profiles, "held", lambda _, batch: 500_000 + 1000 * batch.batch_size)
+    properties = type("P", (), {"total_memory": (500_000 + 90_000) / 0.94})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     assert profiles.largest_batch(job, batch_of, probe=8, limit=500).batch_size == 56
-    assert tried == [8, 8, 88, 72, 64, 56]
+    assert tried == [8, 4, 8, 88, 72, 64, 56]
     assert profiles.largest_batch(job, batch_of, probe=8, limit=20).batch_size == 20
 
 
