@@ -42,6 +42,7 @@ KEYS = 128  # key rows of a block
 QUERIES = 64  # query rows of a tile
 STAGES = {64: 4, 128: 2}  # tiles in flight, by head dimension
 FIELDS = 6
+SPREAD = 256  # samples whose key tiles alternate where queries are few; their sums of dq stay in the L2
 STARTS = gl.constexpr(1)  # the first tile of a block of keys, its last, partly masked
 ENDS = gl.constexpr(2)
 MASKED = gl.constexpr(4)
@@ -68,12 +69,26 @@ def _find(offsets_ptr, slot, total, batch, steps, BLOCK: tl.constexpr):
     return low, begin, end - begin, slot - (begin // BLOCK + low)
 
 
+@triton.jit
+def _place(offsets_ptr, sample, place, slots, batch, SPREAD: tl.constexpr, BLOCK: tl.constexpr):
+    """Where tile `place` of a sample stands if SPREAD samples take turns: first tiles, second tiles, and so on."""
+    group = sample // SPREAD * SPREAD
+    other = group + tl.arange(0, SPREAD)
+    begin = tl.load(offsets_ptr + other, mask=other <= batch, other=0).to(tl.int32) // BLOCK + other
+    end = tl.load(offsets_ptr + other + 1, mask=other < batch, other=0).to(tl.int32) // BLOCK + other + 1
+    count = tl.where(other < batch, end, slots) - begin
+    count = tl.where(other <= batch, count, 0)
+    before = tl.minimum(count, place + tl.where(other < sample, 1, 0))
+    first = tl.load(offsets_ptr + group).to(tl.int32) // BLOCK + group
+    return first + tl.sum(before, 0)
+
+
 @triton.jit(do_not_specialize=["total_q", "total_kv", "batch", "steps", "q_slots", "kv_slots", "left", "right"])
 def _prepare_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, dq_ptr, dk_ptr, dv_ptr, stats_ptr, counters_ptr, records_ptr, q_offsets_ptr,
     kv_offsets_ptr, dout_stride, total_q, total_kv, batch, steps, q_slots, kv_slots, left, right,
     HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, SPREAD: tl.constexpr,
 ):
     """Statistics of a query tile (log-sum-exp in units of log2, delta), its counters, and the record of a key tile.
 
@@ -87,13 +102,16 @@ def _prepare_kernel(
         q_begin = tl.load(q_offsets_ptr + sample).to(tl.int32)
         q_end = tl.load(q_offsets_ptr + sample + 1, mask=sample < batch, other=0).to(tl.int32)
         m = tl.where(sample < batch, q_end - q_begin, 0)
-        tile = (n + KEYS - 1) // KEYS - 1 - place  # the last keys first: see _turn
-        tl.store(records_ptr + slot, k_begin)
-        tl.store(records_ptr + kv_slots + slot, n)
-        tl.store(records_ptr + 2 * kv_slots + slot, tile)
-        tl.store(records_ptr + 3 * kv_slots + slot, q_begin)
-        tl.store(records_ptr + 4 * kv_slots + slot, m)
-        tl.store(records_ptr + 5 * kv_slots + slot, q_begin // QUERIES + sample)
+        tile = (n + KEYS - 1) // KEYS - 1 - place  # the last keys first: see _rank
+        record_ptr = records_ptr + slot
+        if SPREAD > 0:
+            record_ptr = records_ptr + _place(kv_offsets_ptr, sample, place, kv_slots, batch, SPREAD, KEYS)
+        tl.store(record_ptr, k_begin)
+        tl.store(record_ptr + kv_slots, n)
+        tl.store(record_ptr + 2 * kv_slots, tile)
+        tl.store(record_ptr + 3 * kv_slots, q_begin)
+        tl.store(record_ptr + 4 * kv_slots, m)
+        tl.store(record_ptr + 5 * kv_slots, q_begin // QUERIES + sample)
         unseen = m == 0
         if HAS_LEFT:
             unseen = unseen | (tile * KEYS + KEYS - 1 + left - (n - m) < 0)
@@ -635,10 +653,11 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `reference.backward`, for what `takes` says; everything else goes to the portable kernels.
 
-    So do few queries against many keys (`2 * max_q < max_kv`): more blocks would wait for their turn than work.
+    Few queries against many keys (pooling): the blocks of a sample would wait for their turns longer than they work.
+    So SPREAD samples take turns in the queue, and a block finds the one before it done.
     """
     dout = dout if dout.stride(2) == 1 and dout.stride(1) == dout.shape[2] else dout.contiguous()
-    if 2 * max_q < max_kv or not (takes(q, k, v, bias) and takes(dout, k, v, bias)):
+    if not (takes(q, k, v, bias) and takes(dout, k, v, bias)):
         return portable.backward(
             dout, dlse, q, k, v, out, lse, q_offsets, kv_offsets, bias, max_q, max_kv, options)
     total, heads, dim = q.shape
@@ -651,6 +670,7 @@ def backward(
     scratch = torch.empty(heads * q_slots * QUERIES * dim, dtype=torch.float32, device=q.device)
     counters = torch.empty(heads * q_slots + 1, dtype=torch.int32, device=q.device)
     records = torch.empty(FIELDS * slots, dtype=torch.int32, device=q.device)
+    spread = SPREAD if 2 * max_q < max_kv else 0
     key = None
     if aligned(q_offsets, kv_offsets, out, lse, *(() if dlse is None else (dlse,))):
         key = q.device, q.dtype, q_offsets.dtype, kv_offsets.dtype, heads
@@ -658,13 +678,13 @@ def backward(
         _prepare_kernel, (max(q_slots, slots), 1, 1), key and (key, dout.stride(0)),
         (out, dout, lse, dlse, dq, dk, dv, stats, counters, records, q_offsets, kv_offsets, dout.stride(0), total,
          total_kv, batch, batch.bit_length(), q_slots, slots, options.left, options.right),
-        (dlse is not None, options.left >= 0, options.right >= 0, heads, kv_heads, dim, QUERIES, KEYS))
+        (dlse is not None, options.left >= 0, options.right >= 0, heads, kv_heads, dim, QUERIES, KEYS, spread))
     items = slots * kv_heads
     launch(
         _backward_kernel, (min(multiprocessors(q.device), items), 1, 1), key,
         (ragged(q, QUERIES), ragged(k, KEYS), ragged(v, KEYS), ragged(dout, QUERIES), _statistics(stats),
          ragged(dk, KEYS), ragged(dv, KEYS), dq, scratch, counters, records, slots, items, q_slots, heads * dim,
-         options.scale, multiprocessors(q.device) // 2, options.left, options.right),
+         options.scale, 0 if spread else multiprocessors(q.device) // 2, options.left, options.right),
         (heads // kv_heads, options.left >= 0, options.right >= 0, dim, QUERIES, KEYS, STAGES[dim]), 8)
     return dq, dk, dv, q.new_empty(0)
 
