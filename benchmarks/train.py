@@ -102,6 +102,9 @@ def run(out: Path | None, ladder: bool, rungs: tuple[str, ...] = (), samples: in
         for rung in chosen:
             techniques = tuple(r.technique for r in LADDER[: LADDER.index(rung) + 1])
             row = measure(config, Path(folder) / "data", techniques, samples, batch, where)
+            torch._dynamo.reset()
+            gc.collect()
+            torch.cuda.empty_cache()
             row |= {"technique": rung.what, "article": rung.article} | facts
             rows.append(row)
             record(row, describe(row), out)
@@ -134,10 +137,6 @@ def measure(config: Config, data: Path, techniques: tuple[str, ...], samples: in
         result = profile.measure(job, batch, warmup=1, steps=5, layers_of=layers_of, count=False)
     row |= summary(result)
     row["peak_gib"] = result["peak_bytes"] and result["peak_bytes"] / 2**30
-    del job, batch
-    torch._dynamo.reset()
-    gc.collect()
-    torch.cuda.empty_cache()
     return row
 
 

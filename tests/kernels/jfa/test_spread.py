@@ -1,4 +1,4 @@
-"""The queue of the Hopper backward where queries are few: samples take turns, the key tiles of each keep their order."""
+"""The queue of the Hopper backward where queries are few: samples take turns, each one's key tiles keep their order."""
 
 from __future__ import annotations
 
