@@ -49,10 +49,11 @@ class HistorySummary(nn.Module):
         self.gate = Gate(model.dim)
         self.opening = nn.Parameter(torch.zeros(model.dim))
 
-    def forward(self, state: StreamState, candidate: Tensor) -> Tensor:
+    def forward(self, state: StreamState, candidate: Tensor) -> StreamState:
         pooled = self.pooling(state.normed, candidate)
-        recent = self.lift(newest(state.events, self.recent))
-        return self.gate(torch.cat([pooled, recent], 1)) * self.opening.to(pooled.dtype)
+        events, recent = newest(state.events, self.recent)
+        summary = self.gate(torch.cat([pooled, self.lift(recent)], 1)) * self.opening.to(pooled.dtype)
+        return replace(state, events=events, summary=summary)
 
     def flops(self, lengths: list[int]) -> int:
         rows = len(lengths)
@@ -61,13 +62,34 @@ class HistorySummary(nn.Module):
         return self.pooling.flops(lengths) + lift + self.gate.flops(rows * tokens)
 
 
-def newest(events: Jagged, count: int) -> Tensor:
-    """`[B, count, d]`: the last `count` events, newest first; zeros where the history is shorter."""
+def newest(events: Jagged, count: int) -> tuple[Jagged, Tensor]:
+    """(events for whoever reads them next, their last `count` `[B, count, d]`, newest first, zeros where there are
+    fewer). Handing the events on spares their gradient a pass over zeros and a sum."""
     row = events.offsets[1:, None] - torch.arange(1, count + 1, device=events.device)
     exists = row >= events.offsets[:-1, None]
     if events.values.shape[0] == 0:
-        return events.values.new_zeros(*row.shape, events.values.shape[1])
-    return events.values.index_select(0, row.clamp(min=0).flatten()).unflatten(0, row.shape) * exists[..., None]
+        return events, events.values.new_zeros(*row.shape, events.values.shape[1])
+    values, chosen = _Choose.apply(events.values, row.clamp(min=0).flatten())
+    return events.with_values(values), chosen.unflatten(0, row.shape) * exists[..., None]
+
+
+class _Choose(torch.autograd.Function):
+    """(x, x[row]); the gradient of the rows is added to that of x."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(row)
+        ctx.rows = x.shape[0]
+        return x.view_as(x), x.index_select(0, row)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor | None, chosen: Tensor | None) -> tuple[Tensor | None, None]:
+        if chosen is None:
+            return grad, None
+        (row,) = ctx.saved_tensors
+        whole = chosen.new_zeros(ctx.rows, chosen.shape[1]) if grad is None else grad
+        return whole.index_add(0, row, chosen), None
 
 
 class StreamLayer(nn.Module):
@@ -80,7 +102,7 @@ class StreamLayer(nn.Module):
         self.attention = SelfAttention(config) if letter in "SF" and config.attention != "none" else None
 
     def pool(self, state: StreamState, candidate: Tensor) -> StreamState:
-        return state if self.summary is None else replace(state, summary=self.summary(state, candidate))
+        return state if self.summary is None else self.summary(state, candidate)
 
     def forward(self, state: StreamState, feature_summary: Tensor) -> StreamState:
         if self.context is not None:

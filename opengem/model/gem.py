@@ -13,7 +13,6 @@ Sources: InterFormer (arXiv 2411.09852), Kunlun (arXiv 2602.10016), Wukong (arXi
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import torch
 import torch.nn as nn
@@ -122,7 +121,7 @@ class GEM(nn.Module):
         for layer in self.layers:
             x.append(layer(x, states, candidate))
         for name, summary in self.last_summaries.items():
-            states[name] = replace(states[name], summary=summary(states[name], candidate))
+            states[name] = summary(states[name], candidate)
         last = torch.cat([x[-1], *[state.summary.to(x[-1].dtype) for state in states.values()]], 1)
         last = layer_norm(last).flatten(1)
         return {name: head(last) for name, head in self.heads.items()}

@@ -147,8 +147,23 @@ def test_pooling_of_an_empty_history_is_a_constant():
 
 def test_newest_events_come_first_and_missing_ones_are_zero():
     x = Jagged.from_list([[[1.0], [2.0], [3.0]], torch.zeros(0, 1), [[4.0]]])
-    assert newest(x, 2)[..., 0].tolist() == [[3, 2], [0, 0], [4, 0]]
-    assert newest(history([0, 0]), 3).shape == (2, 3, 16)
+    assert newest(x, 2)[1][..., 0].tolist() == [[3, 2], [0, 0], [4, 0]]
+    assert newest(history([0, 0]), 3)[1].shape == (2, 3, 16)
+
+
+@pytest.mark.parametrize("used", ["events", "newest", "both"])
+def test_the_gradient_of_the_newest_events_is_added_to_that_of_all(used):
+    x = history([3, 0, 1])
+    weights = torch.randn(4, 16), torch.randn(3, 2, 16)
+    exists = torch.tensor([[1.0, 1], [0, 0], [1, 0]])[..., None]
+    grads = []
+    for chosen in (newest, lambda x, _: (x, x.values[[[2, 1], [0, 0], [3, 0]]] * exists)):
+        values = x.values.clone().requires_grad_()
+        events, recent = chosen(x.with_values(values), 2)
+        parts = {"events": (events.values * weights[0]).sum(), "newest": (recent * weights[1]).sum()}
+        (sum(parts.values()) if used == "both" else parts[used]).backward()
+        grads.append(values.grad)
+    torch.testing.assert_close(*grads)
 
 
 @pytest.mark.parametrize("lengths", [[5, 0, 9], [0], []])
