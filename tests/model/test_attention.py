@@ -157,7 +157,7 @@ def test_the_gradient_of_the_newest_events_is_added_to_that_of_all(used):
     weights = torch.randn(4, 16), torch.randn(3, 2, 16)
     exists = torch.tensor([[1.0, 1], [0, 0], [1, 0]])[..., None]
     grads = []
-    for chosen in (newest, lambda x, _: (x, x.values[[[2, 1], [0, 0], [3, 0]]] * exists)):
+    for chosen in (newest, lambda x, _: (x, x.values[torch.tensor([[2, 1], [0, 0], [3, 0]])] * exists)):
         values = x.values.clone().requires_grad_()
         events, recent = chosen(x.with_values(values), 2)
         parts = {"events": (events.values * weights[0]).sum(), "newest": (recent * weights[1]).sum()}
