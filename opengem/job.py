@@ -19,8 +19,8 @@ from opengem.data.schema import Feature, Schema
 from opengem.data.store import Events
 from opengem.errors import UserError
 from opengem.loss import multi_task_loss, task_weights
-from opengem.model.gem import GEM, cast_parameters, stream_config
-from opengem.optim import dense_optimizer, gradient_norm, rate, update
+from opengem.model.gem import GEM, stream_config
+from opengem.optim import Copies, dense_optimizer, gradient_norm, in_one_launch, rate, update
 from opengem.sparse.collection import EmbeddingCollection
 from opengem.sparse.sharded import shard
 
@@ -69,6 +69,7 @@ class Job:
     step: int = 0
     total_steps: int = 1
     events: Events | None = None  # histories in memory, shared by the loaders of all splits
+    copies: Copies | None = None  # of the parameters, where another dtype than fp32 computes
 
     def __post_init__(self) -> None:
         self.stopped = torch.zeros((), device=self.device)  # 1 from the first non-finite step on: nothing is updated
@@ -80,8 +81,10 @@ class Job:
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Logits `[B]` by label, of a batch on the job's device."""
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            parameters = cast_parameters(self.model, self.dtype) if self.dtype != torch.float32 else {}
+        if self.dtype != torch.float32 and (self.copies is None or self.copies.model is not self.model):
+            self.copies = Copies(self.model, self.dtype)
+        with torch.autocast(self.device.type, self.dtype, enabled=self.copies is not None):
+            parameters = {} if self.copies is None else self.copies.named()
             return functional_call(self.model, parameters, (batch, self.embeddings(batch)))
 
     def loss(self, logits: dict[str, Tensor], batch: Batch) -> Tensor:
@@ -101,22 +104,34 @@ class Job:
         """
         loss.backward()
         loss = mesh.sum_over_ranks(loss.detach().clone())
-        for parameter in self.model.parameters():
-            if parameter.grad is None:  # so that every parameter has optimiser state, which a checkpoint needs
-                parameter.grad = torch.zeros_like(parameter)
-        mesh.sum_gradients(self.model.parameters())
-        norm = gradient_norm(self.model)
+        grads = self._gradients()
+        norm = gradient_norm(list(grads.values()))
         finite = torch.isfinite(loss) & torch.isfinite(norm) & self.embeddings.finite()
         torch.maximum(self.stopped, ~finite, out=self.stopped)
         factor = rate(self.step, self.total_steps, self.config.optim)
-        update(self.optimizer, factor * self.config.optim.lr, norm, self.config.optim.clip_norm, self.stopped)
+        self.update(grads, factor * self.config.optim.lr, norm)
         self.embeddings.step(factor * self.config.sparse.lr, skip=self.stopped > 0)
         self.step += 1
         if self.config.sparse.check_replicas and mesh.world_size() > 1:
             whole = torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()])
             mesh.assert_equal(whole, "the dense parameters")
-        self.optimizer.zero_grad(set_to_none=True)
         return Step.of(self.step, loss, norm, self.stopped)
+
+    def _gradients(self) -> dict[Tensor, Tensor]:
+        """Parameter -> gradient of the global batch, taken from the tensors that computed; zeros where it met none, so
+        that every parameter has optimiser state, which a checkpoint needs."""
+        computed = {p: p for p in self.model.parameters()} if self.copies is None else self.copies.of
+        grads = {p: torch.zeros_like(x) if x.grad is None else x.grad for p, x in computed.items()}
+        if mesh.world_size() > 1 or not in_one_launch(self.device):
+            grads = {p: grad.float() for p, grad in grads.items()}
+        mesh.sum_gradients(list(grads.values()))
+        for x in computed.values():
+            x.grad = None
+        return grads
+
+    def update(self, grads: dict[Tensor, Tensor], lr: float, norm: Tensor) -> None:
+        """The dense half of a step."""
+        update(self.optimizer, grads, self.copies, lr, norm, self.config.optim.clip_norm, self.stopped)
 
     def loader(self, folder: Path, split: str, training: bool) -> Loader:
         """Batches of one split, in the order training or evaluation reads them."""

@@ -12,7 +12,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -115,15 +115,15 @@ def max_over_ranks(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def sum_gradients(parameters: Iterable[Tensor], bucket_bytes: int = 32 << 20) -> None:
-    """Sum every `.grad` over all processes, in place, in buckets that are under way together; collective.
+def sum_gradients(grads: list[Tensor], bucket_bytes: int = 32 << 20) -> None:
+    """Sum every gradient over all processes, in place, in buckets that are under way together; collective.
 
-    Every process brings the same parameters in the same order, each with a gradient.
+    Every process brings gradients of the same shapes and dtype in the same order.
     """
     if world_size() == 1:
         return
     buckets, room = [], 0
-    for grad in (parameter.grad for parameter in parameters):
+    for grad in grads:
         if grad.nbytes > room:
             buckets.append([])
             room = bucket_bytes

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from opengem.config import OptimConfig
+from opengem.kernels import backend
 
 
 def dense_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """Fused AdamW; weight decay only on matrices (not on biases, norms and learned tokens' gates)."""
+    """AdamW's groups and state; weight decay only on matrices (not on biases, norms and learned tokens' gates)."""
     matrices = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -26,19 +27,71 @@ def rate(step: int, total_steps: int, config: OptimConfig) -> float:
     return warm * (1.0 - (1.0 - config.final_lr_fraction) * done)
 
 
-def gradient_norm(model: nn.Module) -> Tensor:
-    """The global L2 norm of the dense gradients, 0-dim on the device."""
-    return nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+class Copies:
+    """16-bit copies of the parameters of a model: they compute and get the gradients, the fp32 parameters learn."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self.model = model
+        self.names = [name for name, _ in model.named_parameters()]
+        self.of = {p: torch.empty_like(p, dtype=dtype).requires_grad_() for p in model.parameters()}
+        self.versions: list[int] = []
+
+    def named(self) -> dict[str, Tensor]:
+        """Name -> copy; made anew if anything but `update` has written a parameter."""
+        versions = [parameter._version for parameter in self.of]
+        if versions != self.versions:
+            with torch.no_grad():
+                torch._foreach_copy_(list(self.of.values()), list(self.of))
+            self.versions = versions
+        return dict(zip(self.names, self.of.values(), strict=True))
 
 
-def update(optimizer: torch.optim.AdamW, lr: float, norm: Tensor, limit: float, skip: Tensor) -> None:
+def gradient_norm(grads: list[Tensor]) -> Tensor:
+    """The global L2 norm of the dense gradients, fp32, 0-dim on the device."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, torch.float32)))
+
+
+def in_one_launch(device: torch.device) -> bool:
+    """Whether `update` takes 16-bit gradients of copies as they are, and writes the copies."""
+    return backend.implementation("adamw", device) == "triton"
+
+
+def update(optimizer: torch.optim.AdamW, grads: dict[Tensor, Tensor], copies: Copies | None, lr: float, norm: Tensor,
+           limit: float, skip: Tensor) -> None:
     """One step with gradients of norm `norm` clipped to `limit` (0: as they are); nothing where `skip` (0-dim) is 1.
 
-    Both are done inside the optimiser's kernel (the hooks that gradient scaling uses): no pass over the gradients to
-    clip them, and no wait for the device to decide.
+    grads: parameter -> gradient. Both clipping and the decision are part of the kernel: no pass over the gradients, and
+    no wait for the device.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
-    optimizer.grad_scale = ((norm + 1e-6) / limit).clamp(min=1.0) if limit > 0 else torch.ones_like(norm)
+    if in_one_launch(norm.device):
+        _update_in_one_launch(optimizer, grads, copies, norm, limit or float("inf"), skip)
+        return
+    for parameter, grad in grads.items():
+        parameter.grad = grad
+    optimizer.grad_scale = ((norm + 1e-6) / limit).clamp(min=1.0) if limit else torch.ones_like(norm)
     optimizer.found_inf = skip
     optimizer.step()
+    optimizer.zero_grad()
+
+
+def _update_in_one_launch(optimizer, grads, copies, norm, limit, skip) -> None:
+    from opengem.kernels.adamw.triton import adamw
+
+    chosen = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    for _, parameter in chosen:
+        if not optimizer.state[parameter]:  # as torch makes it
+            zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device)} | zeros
+    parameters, states = [parameter for _, parameter in chosen], [optimizer.state[p] for _, p in chosen]
+    if not parameters:
+        return
+    group, steps = optimizer.param_groups[0], [state["step"] for state in states]
+    torch._foreach_add_(steps, 1 - skip)
+    betas = torch.tensor(group["betas"], dtype=torch.float64, device=norm.device)
+    adamw(
+        parameters, [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states],
+        [grads[p] for p in parameters], None if copies is None else [copies.of[p] for p in parameters],
+        tuple(g["weight_decay"] for g, _ in chosen), (1 - betas ** steps[0]).float(), norm, skip, limit, group["lr"],
+        group["betas"], group["eps"])

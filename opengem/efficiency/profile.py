@@ -83,7 +83,7 @@ def phases(job) -> dict[str, tuple[object, str]]:
     """Range -> (object, method) of what a `Job` does outside of the model's layers; inner methods win."""
     return {
         "casts": (job, "forward"), "lookup": (job.embeddings, "lookup"), "ids": (job.embeddings, "distribute"),
-        "loss": (job, "loss"), "clip and check": (job, "learn"), "optimiser": (job.optimizer, "step"),
+        "loss": (job, "loss"), "clip and check": (job, "learn"), "optimiser": (job, "update"),
         "embedding update": (job.embeddings, "step"),
     }  # fmt: skip
 
@@ -95,12 +95,11 @@ def others(job, batch: Batch, work: dict, roofs: hardware.Roofs) -> None:
         ids = job.embeddings.distribute(batch).route.rows
     row = job.embeddings.storage.weight.element_size()
     looked_up = (ids.shape[0], ids.unique().shape[0], 0, ids.shape[0], job.embeddings.dim, row, False)
-    casts = 0 if job.dtype == torch.float32 else 6 * parameters
+    grad = 4 if job.copies is None else 2
     for owner, phase, moved in (
-        ("optimiser", "forward", 28 * parameters),  # parameter, gradient and two moments read, three of them written
-        ("clip and check", "forward", 4 * parameters),
-        ("casts", "forward", casts),
-        ("casts", "backward", casts),
+        # parameter and two moments read and written, gradient read, copy written
+        ("optimiser", "forward", (24 + grad + 2 * (grad == 2)) * parameters),
+        ("clip and check", "forward", grad * parameters),
         ("lookup", "forward", lookup_cost.forward_bytes(*looked_up)),
         ("embedding update", "forward", lookup_cost.update_bytes(*looked_up)),
     ):

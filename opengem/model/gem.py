@@ -158,27 +158,3 @@ class GEM(nn.Module):
             total.update(layer.flops(lengths, rows))
         total["heads"] = sum(head.flops(rows) for head in self.heads.values())
         return dict(total)
-
-
-def cast_parameters(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Name -> float32 parameter in `dtype`, for `functional_call`: all by one launch each way, not two a parameter."""
-    names, parameters = zip(*module.named_parameters(), strict=True)
-    return dict(zip(names, _Cast.apply(dtype, *parameters), strict=True))
-
-
-class _Cast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, dtype: torch.dtype, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        return tuple(_cast(list(parameters), dtype))
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        wide = iter(_cast([grad.contiguous() for grad in grads if grad is not None], torch.float32))
-        return None, *(None if grad is None else next(wide) for grad in grads)
-
-
-def _cast(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    out = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
-    torch._foreach_copy_(out, tensors)
-    return out

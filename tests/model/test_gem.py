@@ -6,14 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 from opengem.config import StreamConfig
 from opengem.data.schema import Feature, Label, Schema
 from opengem.errors import UserError
 from opengem.jagged import Jagged
-from opengem.model.gem import GEM, cast_parameters, stream_config
+from opengem.model.gem import GEM, stream_config
 from tests.model.sample import EMBEDDING_DIM, FEATURES, NOW, SCHEMA, SMALL, embed, make_batch, take
 
 LENGTHS = {"buy": [3, 0, 9, 64, 1, 0], "view": [0, 0, 5, 7, 2, 64]}
@@ -212,24 +211,3 @@ def test_request_time_counts_in_gaps_not_in_dates():
     assert NOW + year == int(later.timestamps[0])
     for name, value in gem(batch, embed(batch)).items():
         assert torch.equal(value, gem(later, embed(later))[name])
-
-
-def test_gradients_of_cast_parameters_are_those_of_autocast():
-    torch.manual_seed(0)
-    module, x = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3))), torch.randn(5, 8)
-    module[2].requires_grad_(False)
-    grads = []
-    for cast in (False, True):
-        module.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            out = functional_call(module, cast_parameters(module, torch.bfloat16), (x,)) if cast else module(x)
-        out.float().square().sum().backward()
-        grads.append([parameter.grad for parameter in module.parameters()])
-    for a, b in zip(*grads, strict=True):
-        assert (a is None and b is None) or (b.dtype == torch.float32 and torch.equal(a, b))
-
-
-def test_an_unused_cast_parameter_gets_no_gradient():
-    module = torch.nn.ModuleList([torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)])
-    cast_parameters(module, torch.bfloat16)["0.weight"].sum().backward()
-    assert module[0].weight.grad is not None and module[1].weight.grad is None and module[0].bias.grad is None

@@ -1,0 +1,1 @@
+"""AdamW over a list of tensors in one launch."""
