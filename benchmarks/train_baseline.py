@@ -177,8 +177,9 @@ def _summary(m: HistorySummary, events: Tensor, exists: Tensor, candidate: Tenso
 
 def _pool(m: SeedPooling, x: Tensor, exists: Tensor, candidate: Tensor) -> Tensor:
     scale, shift = m.condition(candidate)[:, None].chunk(2, dim=2)
-    q = _heads(m.query(_norm(torch.addcmul(shift, m.seed.to(scale.dtype), 1 + scale))), m.heads).split(m.kinds, 1)
-    kv = _heads(m.key_value(x), 2 * m.heads).split(2 * m.kinds, 1)
+    kinds = m.heads - m.counting, m.counting
+    q = _heads(m.query(_norm(torch.addcmul(shift, m.seed.to(scale.dtype), 1 + scale))), m.heads).split(kinds, 1)
+    kv = _heads(m.key_value(x), 2 * m.heads).split(2 * kinds, 1)
     keys, some = exists[:, None, None], exists.any(1)[:, None, None, None]
     average = F.scaled_dot_product_attention(q[0], kv[0], kv[2], (keys | ~some).expand(-1, -1, m.seeds, -1)) * some
     sums = F.relu(q[1] @ kv[1].transpose(2, 3) * (m.dim // m.heads) ** -0.5) * keys @ kv[3]

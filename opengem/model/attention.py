@@ -24,6 +24,7 @@ from opengem.kernels.gdpa.op import gdpa
 from opengem.kernels.jfa import cost as jfa_cost
 from opengem.kernels.jfa.op import jagged_flash_attention
 from opengem.kernels.norm.op import layer_norm, rms_norm
+from opengem.kernels.pool.op import average_and_count
 from opengem.kernels.rope.op import apply_rope, rope_tables
 from opengem.model.interaction import TokenMix, mix_tokens
 
@@ -189,7 +190,7 @@ class SeedPooling(nn.Module):
     def __init__(self, config: StreamConfig, model: ModelConfig) -> None:
         super().__init__()
         self.heads, self.dim, self.seeds = config.heads, config.dim, model.seeds
-        self.kinds = config.heads - model.counting_heads, model.counting_heads  # heads that average, heads that count
+        self.counting = model.counting_heads
         self.seed = nn.Parameter(torch.randn(model.seeds, config.dim))
         self.condition = nn.Linear(model.dim, 2 * config.dim)
         self.query, self.out = (nn.Linear(config.dim, config.dim, bias=False) for _ in range(2))
@@ -200,18 +201,23 @@ class SeedPooling(nn.Module):
         """candidate: `[B, model dim]`."""
         scale, shift = self.condition(candidate)[:, None].chunk(2, dim=2)
         q = self.query(layer_norm(torch.addcmul(shift, self.seed.to(scale.dtype), 1 + scale)))  # [B, seeds, d]
-        q = q.reshape(-1, self.heads, self.dim // self.heads).split(self.kinds, 1)
-        kv = self.key_value(x.values).unflatten(1, (2 * self.heads, -1)).split(2 * self.kinds, 1)
+        q = q.reshape(-1, self.heads, self.dim // self.heads)
+        kv = self.key_value(x.values).unflatten(1, (2 * self.heads, -1))
         offsets = torch.arange(0, candidate.shape[0] * self.seeds + 1, self.seeds, device=candidate.device)
         rows = {"q_offsets": offsets, "kv_offsets": x.offsets, "max_q": self.seeds, "max_kv": x.max_length}
-        parts, scale = [], (self.dim // self.heads) ** -0.5
-        if self.kinds[0]:
-            parts.append(jagged_flash_attention(q[0], kv[0], kv[2], **rows))
-        if self.kinds[1]:
-            sums = gdpa(q[1], kv[1], kv[3], activation="relu", scale=scale, **rows)
-            parts.append((sums.detach().sign() * torch.log1p(sums.abs())).to(q[1].dtype))
-        pooled = torch.cat(parts, 1).flatten(1).unflatten(0, (-1, self.seeds))
-        return self.kron(self.out(pooled))
+        if not self.counting:
+            pooled = jagged_flash_attention(q, *SplitHeads.apply(kv, 2), **rows)
+        else:
+            averages, sums = self.averages_and_sums(q, kv, rows)
+            compressed = sums.detach().sign() * torch.log1p(sums.abs())
+            pooled = torch.cat([averages, compressed.to(q.dtype)], 1)
+        return self.kron(self.out(pooled.flatten(1).unflatten(0, (-1, self.seeds))))
+
+    def averages_and_sums(self, q: Tensor, kv: Tensor, rows: dict) -> tuple[Tensor, Tensor]:
+        if self.counting < self.heads:
+            return average_and_count(q, kv, counting=self.counting, **rows)
+        scale = (self.dim // self.heads) ** -0.5
+        return q[:, :0], gdpa(q, *SplitHeads.apply(kv, 2), activation="relu", scale=scale, **rows)
 
     def flops(self, lengths: list[int]) -> int:
         rows, events, square = len(lengths), sum(lengths), self.dim * self.dim

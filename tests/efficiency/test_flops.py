@@ -21,7 +21,7 @@ from tests.model.sample import embed, make_batch
 from tests.model.test_gem import LENGTHS, model
 
 HEADS, DIM = 2, 8
-ATTENTION = ("opengem.jfa", "opengem.gdpa", "opengem.block")
+ATTENTION = ("opengem.jfa", "opengem.gdpa", "opengem.block", "opengem.pool")
 
 
 def _case(seed: int):

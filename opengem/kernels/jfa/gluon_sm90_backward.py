@@ -17,6 +17,7 @@ No block waits for one that may never run: a queue taken in order, and turns tha
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -86,7 +87,7 @@ def _place(offsets_ptr, sample, place, slots, batch, SPREAD: tl.constexpr, BLOCK
 @triton.jit(do_not_specialize=["total_q", "total_kv", "batch", "steps", "q_slots", "kv_slots", "left", "right"])
 def _prepare_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, dq_ptr, dk_ptr, dv_ptr, stats_ptr, counters_ptr, records_ptr, q_offsets_ptr,
-    kv_offsets_ptr, dout_stride, total_q, total_kv, batch, steps, q_slots, kv_slots, left, right,
+    kv_offsets_ptr, dout_stride, dkv_stride, total_q, total_kv, batch, steps, q_slots, kv_slots, left, right,
     HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, SPREAD: tl.constexpr,
 ):
@@ -119,7 +120,7 @@ def _prepare_kernel(
             unseen = unseen | (tile * KEYS - right - (n - m) >= (m + QUERIES - 1) // QUERIES * QUERIES)
         if unseen & (tile >= 0):
             j = tile * KEYS + tl.arange(0, KEYS)
-            at = (k_begin + j).to(tl.int64)[:, None] * (KV_HEADS * HEAD_DIM) + tl.arange(0, HEAD_DIM)[None, :]
+            at = (k_begin + j).to(tl.int64)[:, None] * dkv_stride + tl.arange(0, HEAD_DIM)[None, :]
             for head in range(KV_HEADS):
                 zeros = tl.zeros([KEYS, HEAD_DIM], dk_ptr.dtype.element_ty)
                 tl.store(dk_ptr + at + head * HEAD_DIM, zeros, mask=(j < n)[:, None])
@@ -650,11 +651,13 @@ def _backward_kernel(
 def backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     q_offsets: Tensor, kv_offsets: Tensor, bias: Tensor | None, max_q: int, max_kv: int, options: Options,
+    room: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `reference.backward`, for what `takes` says; everything else goes to the portable kernels.
 
     Few queries against many keys (pooling): the blocks of a sample would wait for their turns longer than they work.
     So SPREAD samples take turns in the queue, and a block finds the one before it done.
+    room: where dk and dv go, with one stride of rows and heads side by side (default: new tensors).
     """
     dout = dout if dout.stride(2) == 1 and dout.stride(1) == dout.shape[2] else dout.contiguous()
     if not (takes(q, k, v, bias) and takes(dout, k, v, bias)):
@@ -664,20 +667,22 @@ def backward(
     total_kv, kv_heads, _ = k.shape
     batch = q_offsets.shape[0] - 1
     dlse = None if dlse is None else dlse.contiguous()
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dq, *made = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, *(() if room else (k, v))))
+    dk, dv = room or made
     q_slots, slots = total // QUERIES + batch + 1, total_kv // KEYS + batch + 1
     stats = torch.empty((heads * q_slots * 2, QUERIES), dtype=torch.float32, device=q.device)
     scratch = torch.empty(heads * q_slots * QUERIES * dim, dtype=torch.float32, device=q.device)
     counters = torch.empty(heads * q_slots + 1, dtype=torch.int32, device=q.device)
     records = torch.empty(FIELDS * slots, dtype=torch.int32, device=q.device)
+    strides = dout.stride(0), dk.stride(0)
     spread = SPREAD if 2 * max_q < max_kv else 0
     key = None
     if aligned(q_offsets, kv_offsets, out, lse, *(() if dlse is None else (dlse,))):
         key = q.device, q.dtype, q_offsets.dtype, kv_offsets.dtype, heads
     launch(
-        _prepare_kernel, (max(q_slots, slots), 1, 1), key and (key, dout.stride(0)),
-        (out, dout, lse, dlse, dq, dk, dv, stats, counters, records, q_offsets, kv_offsets, dout.stride(0), total,
-         total_kv, batch, batch.bit_length(), q_slots, slots, options.left, options.right),
+        _prepare_kernel, (max(q_slots, slots), 1, 1), key and (key, *strides),
+        (out, dout, lse, dlse, dq, dk, dv, stats, counters, records, q_offsets, kv_offsets, *strides, total, total_kv,
+         batch, batch.bit_length(), q_slots, slots, options.left, options.right),
         (dlse is not None, options.left >= 0, options.right >= 0, heads, kv_heads, dim, QUERIES, KEYS, spread))
     items = slots * kv_heads
     launch(

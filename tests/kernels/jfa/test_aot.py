@@ -82,7 +82,7 @@ def test_kernels_are_not_specialised_on_numbers_that_the_key_of_a_launch_lacks()
     """A quick launch reuses a kernel for other head and row counts: 1 or a multiple of 16 must be no constant in it."""
     from opengem.kernels.jfa import gluon_sm90, gluon_sm90_backward
 
-    known = {"scale", "scale2", "q_stride", "dout_stride"}  # floats, and strides that are in the key
+    known = {"scale", "scale2", "q_stride", "dout_stride", "dkv_stride"}  # floats, and strides that are in the key
     for kernel in (gluon_sm90._schedule_kernel, gluon_sm90._forward_kernel, gluon_sm90_backward._prepare_kernel,
                    gluon_sm90_backward._backward_kernel):
         numbers = [p for p in kernel.params if not p.is_constexpr and not p.name.endswith(("_ptr", "_desc"))]

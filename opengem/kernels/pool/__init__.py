@@ -1,0 +1,1 @@
+"""Pooling of a history by queries that average and queries that count."""

@@ -1,0 +1,53 @@
+"""Pooling that averages and counts is flash attention and gdpa on their heads, with one gradient for both."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from opengem.kernels.gdpa.op import gdpa
+from opengem.kernels.jfa.op import jagged_flash_attention
+from opengem.kernels.pool.op import average_and_count
+
+GPU = torch.cuda.is_available()
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float64)
+
+
+def apart(q, kv, q_offsets, kv_offsets, *, max_q, max_kv, counting):
+    kinds = q.shape[1] - counting, counting
+    (q0, q1), (k0, k1, v0, v1) = q.split(kinds, 1), kv.split(2 * kinds, 1)
+    rows = {"max_q": max_q, "max_kv": max_kv}
+    return (jagged_flash_attention(q0, k0, v0, q_offsets, kv_offsets, **rows),
+            gdpa(q1, k1, v1, q_offsets, kv_offsets, activation="relu", scale=q.shape[2] ** -0.5, **rows))
+
+
+@pytest.mark.parametrize(("heads", "counting", "dim"), [(4, 1, 128), (3, 2, 64)] if GPU else [(4, 1, 8), (3, 2, 4)])
+@pytest.mark.parametrize("lengths", [[], [0, 0], [5, 0, 70, 1], [300, 129] * 3])
+def test_is_both_ops_on_their_heads(lengths, heads, counting, dim):
+    torch.manual_seed(0)
+    seeds, batch = 3, len(lengths)
+    offsets = torch.tensor([0, *lengths]).cumsum(0).to(DEVICE), torch.arange(batch + 1, device=DEVICE) * seeds
+    inputs = [torch.randn(seeds * batch, heads, dim), torch.randn(sum(lengths), 2 * heads, dim)]
+    inputs = [x.to(DEVICE, DTYPE).requires_grad_() for x in inputs]
+    options = {"max_q": seeds, "max_kv": max(lengths, default=0), "counting": counting}
+    weights = torch.randn(seeds * batch, heads, dim).to(DEVICE, DTYPE).split([heads - counting, counting], 1)
+    found = []
+    for function in (average_and_count, apart):
+        outs = function(*inputs, offsets[1], offsets[0], **options)
+        loss = sum((out * weight).sum() for out, weight in zip(outs, weights, strict=True))
+        found.append([*outs, *torch.autograd.grad(loss, inputs)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)  # on a GPU the very same kernels run
+
+
+def test_is_what_torch_asks_of_an_op():
+    q, kv = torch.randn(4, 3, 8, requires_grad=True), torch.randn(9, 6, 8, requires_grad=True)
+    arguments = q, kv, torch.tensor([0, 2, 4]), torch.tensor([0, 9, 9]), 2, 9, 1
+    torch.library.opcheck(torch.ops.opengem.pool_fwd.default, arguments)
+
+
+def test_wrong_shapes_are_told():
+    q, offsets = torch.randn(2, 3, 4), torch.tensor([0, 2])
+    for kv, counting in ((torch.randn(5, 5, 4), 1), (torch.randn(5, 6, 4), 3), (torch.randn(5, 6, 4), 0)):
+        with pytest.raises(ValueError, match="0 < counting < H"):
+            average_and_count(q, kv, offsets, offsets, max_q=2, max_kv=2, counting=counting)
