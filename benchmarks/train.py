@@ -63,9 +63,9 @@ LADDER = (
 )
 # technique -> name in the modules of the model, and what stands in for it while the technique is off
 STAND_INS = {
-    "gdpa": {"gdpa": plain.gdpa},
+    "gdpa": {"gdpa": plain.gdpa, "average_and_count": plain.average_and_count},
     "block": {"block_attention": plain.block_attention, "apply_rope": plain.apply_rope},
-    "norm": {"layer_norm": plain.layer_norm, "rms_norm": plain.rms_norm},
+    "norm": {"layer_norm": plain.layer_norm, "rms_norm": plain.rms_norm, "modulated_norm": plain.modulated_norm},
 }
 MODULES = [importlib.import_module(f"opengem.model.{m}") for m in
            ("attention", "blocks", "gem", "heads", "interaction", "tokenizer")]

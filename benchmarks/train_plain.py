@@ -24,6 +24,15 @@ def gdpa(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor,
     return _products(qp, kp, vp, activation, scale).flatten(0, 1).index_select(0, rows)
 
 
+def average_and_count(q: Tensor, kv: Tensor, q_offsets: Tensor, kv_offsets: Tensor, *, max_q: int, max_kv: int,
+                      counting: int) -> Tensor:
+    kinds = q.shape[1] - counting, counting
+    (q0, q1), (k0, k1, v0, v1), rows = q.split(kinds, 1), kv.split(2 * kinds, 1), {"max_q": max_q, "max_kv": max_kv}
+    sums = gdpa(q1, k1, v1, q_offsets, kv_offsets, activation="relu", scale=q.shape[2] ** -0.5, **rows)
+    counts = (sums.detach().sign() * torch.log1p(sums.abs())).to(q.dtype)
+    return torch.cat([jagged_flash_attention(q0, k0, v0, q_offsets, kv_offsets, **rows), counts], 1)
+
+
 def _pad(x: Tensor, offsets: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """`[B, size, ...]` with zeros behind each sample, and the flat place of every row in it."""
     samples = offsets.shape[0] - 1
@@ -76,3 +85,7 @@ def layer_norm(x: Tensor, *, residual: Tensor | None = None):
 
 def rms_norm(x: Tensor, *, residual: Tensor | None = None):
     return _rms_norm(x) if residual is None else (_rms_norm(h := x + residual), h)
+
+
+def modulated_norm(seed: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    return _layer_norm(torch.addcmul(shift[:, None], seed, 1 + scale[:, None]))

@@ -62,6 +62,8 @@ TABLE: dict[str, tuple[Rule, ...]] = {
                     accepts=lambda f: f["dtype"] in HALF),),
     "jagged_ops": (Rule("triton", "16-bit rows: one read, one write, no index tensors", capability=(9, 0),
                         accepts=lambda f: f["dtype"] in HALF),),
+    "pool": (Rule("triton", "16-bit rows up to 4,096 wide: heads joined, seeds normed in one pass", capability=(9, 0),
+                  accepts=lambda f: f["dtype"] in HALF and f["width"] <= 4096),),
     "adamw": (Rule("triton", "all parameters and their 16-bit copies in one launch", capability=(9, 0)),),
     "sparse_lookup": (Rule("triton", "all tables in one launch; update fused with the sum of gradients"),),
 }

@@ -23,8 +23,8 @@ from opengem.kernels.gdpa import cost as gdpa_cost
 from opengem.kernels.gdpa.op import gdpa
 from opengem.kernels.jfa import cost as jfa_cost
 from opengem.kernels.jfa.op import jagged_flash_attention
-from opengem.kernels.norm.op import layer_norm, rms_norm
-from opengem.kernels.pool.op import average_and_count
+from opengem.kernels.norm.op import rms_norm
+from opengem.kernels.pool.op import average_and_count, modulated_norm
 from opengem.kernels.rope.op import apply_rope, rope_tables
 from opengem.model.interaction import TokenMix, mix_tokens
 
@@ -199,25 +199,23 @@ class SeedPooling(nn.Module):
 
     def forward(self, x: Jagged, candidate: Tensor) -> Tensor:
         """candidate: `[B, model dim]`."""
-        scale, shift = self.condition(candidate)[:, None].chunk(2, dim=2)
-        q = self.query(layer_norm(torch.addcmul(shift, self.seed.to(scale.dtype), 1 + scale)))  # [B, seeds, d]
+        scale, shift = self.condition(candidate).chunk(2, 1)
+        q = self.query(modulated_norm(self.seed.to(scale.dtype), scale, shift))  # [B, seeds, d]
         q = q.reshape(-1, self.heads, self.dim // self.heads)
         kv = self.key_value(x.values).unflatten(1, (2 * self.heads, -1))
         offsets = torch.arange(0, candidate.shape[0] * self.seeds + 1, self.seeds, device=candidate.device)
         rows = {"q_offsets": offsets, "kv_offsets": x.offsets, "max_q": self.seeds, "max_kv": x.max_length}
-        if not self.counting:
-            pooled = jagged_flash_attention(q, *SplitHeads.apply(kv, 2), **rows)
-        else:
-            averages, sums = self.averages_and_sums(q, kv, rows)
-            compressed = sums.detach().sign() * torch.log1p(sums.abs())
-            pooled = torch.cat([averages, compressed.to(q.dtype)], 1)
+        pooled = self.attend(q, kv, rows)
         return self.kron(self.out(pooled.flatten(1).unflatten(0, (-1, self.seeds))))
 
-    def averages_and_sums(self, q: Tensor, kv: Tensor, rows: dict) -> tuple[Tensor, Tensor]:
-        if self.counting < self.heads:
+    def attend(self, q: Tensor, kv: Tensor, rows: dict) -> Tensor:
+        if 0 < self.counting < self.heads:
             return average_and_count(q, kv, counting=self.counting, **rows)
+        if not self.counting:
+            return jagged_flash_attention(q, *SplitHeads.apply(kv, 2), **rows)
         scale = (self.dim // self.heads) ** -0.5
-        return q[:, :0], gdpa(q, *SplitHeads.apply(kv, 2), activation="relu", scale=scale, **rows)
+        sums = gdpa(q, *SplitHeads.apply(kv, 2), activation="relu", scale=scale, **rows)
+        return (sums.detach().sign() * torch.log1p(sums.abs())).to(q.dtype)
 
     def flops(self, lengths: list[int]) -> int:
         rows, events, square = len(lengths), sum(lengths), self.dim * self.dim

@@ -15,6 +15,7 @@ from opengem.jagged import Jagged
 from opengem.kernels.block.op import block_attention
 from opengem.kernels.gdpa.op import gdpa
 from opengem.kernels.norm.op import layer_norm, rms_norm
+from opengem.kernels.pool.op import average_and_count, modulated_norm
 from opengem.kernels.rope.op import apply_rope, rope_tables
 from tests import small
 from tests.model.sample import SMALL, embed, make_batch
@@ -70,6 +71,12 @@ def test_stand_ins_of_attention_are_the_ops(lengths):
             continue  # a step has at least one sample
         got, wanted = plain(*arguments, **options), op(*arguments, **options)
         torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-4, msg=name)
+    if lengths:
+        seeds = torch.randn(3 * len(lengths), 2, 8), torch.arange(len(lengths) + 1) * 3
+        options = {"max_q": 3, "max_kv": longest, "counting": 1}
+        arguments = seeds[0], torch.cat([q, k], 1), seeds[1], offsets
+        torch.testing.assert_close(
+            train_plain.average_and_count(*arguments, **options), average_and_count(*arguments, **options))
 
 
 def test_stand_ins_of_norms_are_the_ops():
@@ -78,6 +85,8 @@ def test_stand_ins_of_norms_are_the_ops():
         torch.testing.assert_close(plain(x), op(x), atol=1e-5, rtol=1e-4)
         for a, b in zip(plain(x, residual=residual), op(x, residual=residual), strict=True):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    arguments = torch.randn(3, 8), torch.randn(2, 8), torch.randn(2, 8)
+    torch.testing.assert_close(train_plain.modulated_norm(*arguments), modulated_norm(*arguments), atol=1e-5, rtol=1e-4)
 
 
 def test_the_ladder_ends_at_equal_ne_and_its_rows_are_complete(tmp_path, monkeypatch):

@@ -1,0 +1,38 @@
+"""The kernels around pooling's attention against the reference: on a GPU in 16 bit, in Triton's interpreter in fp32."""
+
+import pytest
+import torch
+
+from opengem.kernels.pool import reference
+from tests.kernels.interpret import DEVICE, DTYPES, close_to, needs_kernels
+
+
+def compare(name, dtype, *inputs):
+    from opengem.kernels.pool import triton
+
+    exact = getattr(reference, name)(*(x.double() for x in inputs))
+    cast = [x.to(dtype) for x in inputs]
+    plain, got = getattr(reference, name)(*cast), getattr(triton, name)(*cast)
+    as_list = list if isinstance(got, tuple) else lambda x: [x]
+    for triple in zip(as_list(got), as_list(exact), as_list(plain), strict=True):
+        close_to(*triple)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "heads", "counting", "dim"), [(0, 4, 1, 64), (37, 4, 1, 64), (5, 3, 2, 24)])
+def test_heads_are_joined_and_split(rows, heads, counting, dim, dtype, poisoned_empty):
+    averages = torch.randn(rows, heads - counting, dim, device=DEVICE).to(dtype)
+    sums = (torch.randn(rows, counting, dim, device=DEVICE) * torch.logspace(-4, 4, dim, device=DEVICE)).to(dtype)
+    compare("join", dtype, averages, sums)
+    compare("split", dtype, torch.randn(rows, heads, dim, device=DEVICE).to(dtype), sums)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("seeds", "samples", "width"), [(16, 0, 32), (5, 3, 24), (40, 35, 64)])
+def test_seeds_are_modulated(seeds, samples, width, dtype, poisoned_empty):
+    seed, scale_shift = torch.randn(seeds, width, device=DEVICE), torch.randn(samples, 2 * width, device=DEVICE)
+    inputs = [x.to(dtype) for x in (seed, *scale_shift.chunk(2, 1))]
+    compare("modulate", dtype, *inputs)
+    compare("modulate_backward", dtype, torch.randn(samples, seeds, width, device=DEVICE).to(dtype), *inputs)
