@@ -88,6 +88,36 @@ def _side_by_side(parts: tuple[Tensor, ...]) -> bool:
     )
 
 
+class _LinearOn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight), x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor | None, rest: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        if grad is None:
+            return rest, None
+        x, weight = ctx.saved_tensors
+        own = (grad.T @ x.to(grad.dtype)).to(weight.dtype)
+        weight = weight.to(grad.dtype)
+        if rest is None or rest.dtype != grad.dtype or torch.compiler.is_compiling():
+            product = (grad @ weight).to(x.dtype)
+            return product if rest is None else rest + product, own
+        return rest.addmm_(grad, weight), own
+
+
+def linear_on(layer: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(`layer(x)`, x for whoever reads it next), without a bias: x `[T, d]`.
+
+    In the backward the product is added to the gradient that comes back from the next reader, in place, by the kernel
+    that makes it: where several read x, no pass over `[T, d]` only adds. Nothing else may still need that gradient; it
+    does not if the next reader's comes to be after the result of this layer was used, as in a residual sum.
+    """
+    return _LinearOn.apply(x, layer.weight)
+
+
 class SelfAttention(nn.Module):
     """Attention inside each history: in blocks of `window`, in a sliding window, or in full."""
 
@@ -136,12 +166,13 @@ class ContextAttention(nn.Module):
 
     def forward(self, x: Jagged, summary: Tensor) -> Jagged:
         """summary: `[B, num_summary, model dim]`."""
-        q = self.query(x.values).unflatten(1, (self.heads, -1))
+        q, values = linear_on(self.query, x.values)
+        q = q.unflatten(1, (self.heads, -1))
         k, v = self.context(summary)
         offsets = torch.arange(0, x.batch_size * self.num_kv + 1, self.num_kv, device=x.device)
         out = gdpa(q, k, v, x.offsets, offsets, max_q=x.max_length, max_kv=self.num_kv, activation=self.activation,
                    scale=(self.dim // self.heads) ** -0.5)
-        return x.with_values(rms_norm(self.out(out.flatten(1)), residual=x.values)[0])
+        return x.with_values(rms_norm(self.out(out.flatten(1)), residual=values)[0])
 
     def context(self, summary: Tensor) -> tuple[Tensor, Tensor]:
         """K and V, `[B * num_kv, H, D]`."""
@@ -197,16 +228,17 @@ class SeedPooling(nn.Module):
         self.key_value = nn.Linear(config.dim, 2 * config.dim, bias=False)
         self.kron = SumKron(model.seeds, model.pooled_tokens, config.dim, model.dim, model.sumkron_rank)
 
-    def forward(self, x: Jagged, candidate: Tensor) -> Tensor:
-        """candidate: `[B, model dim]`."""
+    def forward(self, x: Jagged, candidate: Tensor) -> tuple[Tensor, Jagged]:
+        """(pooled tokens, x for whoever reads it next: see `linear_on`). candidate: `[B, model dim]`."""
         scale, shift = self.condition(candidate).chunk(2, 1)
         q = self.query(modulated_norm(self.seed.to(scale.dtype), scale, shift))  # [B, seeds, d]
         q = q.reshape(-1, self.heads, self.dim // self.heads)
-        kv = self.key_value(x.values).unflatten(1, (2 * self.heads, -1))
+        kv, values = linear_on(self.key_value, x.values)
+        kv = kv.unflatten(1, (2 * self.heads, -1))
         offsets = torch.arange(0, candidate.shape[0] * self.seeds + 1, self.seeds, device=candidate.device)
         rows = {"q_offsets": offsets, "kv_offsets": x.offsets, "max_q": self.seeds, "max_kv": x.max_length}
         pooled = self.attend(q, kv, rows)
-        return self.kron(self.out(pooled.flatten(1).unflatten(0, (-1, self.seeds))))
+        return self.kron(self.out(pooled.flatten(1).unflatten(0, (-1, self.seeds)))), x.with_values(values)
 
     def attend(self, q: Tensor, kv: Tensor, rows: dict) -> Tensor:
         if 0 < self.counting < self.heads:

@@ -50,10 +50,10 @@ class HistorySummary(nn.Module):
         self.opening = nn.Parameter(torch.zeros(model.dim))
 
     def forward(self, state: StreamState, candidate: Tensor) -> StreamState:
-        pooled = self.pooling(state.normed, candidate)
+        pooled, normed = self.pooling(state.normed, candidate)
         events, recent = newest(state.events, self.recent)
         summary = self.gate(torch.cat([pooled, self.lift(recent)], 1)) * self.opening.to(pooled.dtype)
-        return replace(state, events=events, summary=summary)
+        return replace(state, events=events, normed=normed, summary=summary)
 
     def flops(self, lengths: list[int]) -> int:
         rows = len(lengths)

@@ -9,7 +9,16 @@ import torch
 
 from opengem.jagged import Jagged
 from opengem.kernels.norm.op import layer_norm, rms_norm
-from opengem.model.attention import ContextAttention, SeedPooling, SelfAttention, SplitHeads, SumKron, rotate, rotation
+from opengem.model.attention import (
+    ContextAttention,
+    SeedPooling,
+    SelfAttention,
+    SplitHeads,
+    SumKron,
+    linear_on,
+    rotate,
+    rotation,
+)
 from opengem.model.blocks import StreamLayer, StreamState, newest
 from tests.model.sample import SMALL
 
@@ -127,20 +136,20 @@ def test_pooling_averages_and_counting_heads_count():
     once, candidate = history([4]), torch.randn(1, SMALL.dim)
     twice = Jagged.from_lengths(once.values.repeat(2, 1), torch.tensor([8]), 8)
     averaging = SeedPooling(STREAM, replace(SMALL, counting_heads=0))
-    torch.testing.assert_close(averaging(once, candidate), averaging(twice, candidate))
+    torch.testing.assert_close(averaging(once, candidate)[0], averaging(twice, candidate)[0])
     counting = SeedPooling(STREAM, replace(SMALL, counting_heads=1))
-    assert (counting(once, candidate) - counting(twice, candidate)).abs().max() > 1e-3
+    assert (counting(once, candidate)[0] - counting(twice, candidate)[0]).abs().max() > 1e-3
 
 
 def test_pooling_asks_for_the_candidate():
     x = history([6, 6])
     x = x.with_values(x.values[:6].repeat(2, 1))
-    pooled = SeedPooling(STREAM, SMALL)(x, torch.randn(2, SMALL.dim))
+    pooled, _ = SeedPooling(STREAM, SMALL)(x, torch.randn(2, SMALL.dim))
     assert (pooled[0] - pooled[1]).abs().max() > 1e-3
 
 
 def test_pooling_of_an_empty_history_is_a_constant():
-    pooled = SeedPooling(STREAM, SMALL)(history([0, 0, 3]), torch.randn(3, SMALL.dim))
+    pooled, _ = SeedPooling(STREAM, SMALL)(history([0, 0, 3]), torch.randn(3, SMALL.dim))
     torch.testing.assert_close(pooled[0], pooled[1])
     assert pooled.isfinite().all()
 
@@ -184,3 +193,19 @@ def test_full_layer_is_context_then_self_attention(lengths):
     assert torch.equal(got.summary, wanted.summary)
     both = first.flops(lengths), second.flops(lengths)
     assert full.flops(lengths) == both[0] | both[1]
+
+
+@pytest.mark.parametrize("used", ["product", "input", "both"])
+def test_a_product_is_added_to_the_gradient_of_the_next_reader(used):
+    layer, values = torch.nn.Linear(4, 6, bias=False), torch.randn(5, 4)
+    grads = []
+    for function in (linear_on, lambda layer, x: (layer(x), x)):
+        x = values.clone().requires_grad_()
+        product, handed_on = function(layer, x)
+        parts = {"product": product.square().sum(), "input": (handed_on * handed_on).sum()}
+        loss = parts["product"] + parts["input"] if used == "both" else parts[used]
+        grads.append(torch.autograd.grad(loss, [x, layer.weight], allow_unused=True))
+    for one, other in zip(*grads, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other)
