@@ -18,9 +18,10 @@ from opengem.data.loader import Loader, input_features
 from opengem.data.schema import Feature, Schema
 from opengem.data.store import Events
 from opengem.errors import UserError
+from opengem.kernels.adamw.op import in_one_launch
 from opengem.loss import multi_task_loss, task_weights
 from opengem.model.gem import GEM, stream_config
-from opengem.optim import Copies, dense_optimizer, gradient_norm, in_one_launch, rate, update
+from opengem.optim import Copies, dense_optimizer, gradient_norm, rate, update
 from opengem.sparse.collection import EmbeddingCollection
 from opengem.sparse.sharded import shard
 
@@ -110,7 +111,7 @@ class Job:
         torch.maximum(self.stopped, ~finite, out=self.stopped)
         factor = rate(self.step, self.total_steps, self.config.optim)
         self.update(grads, factor * self.config.optim.lr, norm)
-        self.embeddings.step(factor * self.config.sparse.lr, skip=self.stopped > 0)
+        self.embeddings.step(factor * self.config.sparse.lr, skip=self.stopped)
         self.step += 1
         if self.config.sparse.check_replicas and mesh.world_size() > 1:
             whole = torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()])

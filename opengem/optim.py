@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from opengem.config import OptimConfig
-from opengem.kernels import backend
+from opengem.kernels.adamw.op import in_one_launch
 
 
 def dense_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
@@ -49,11 +49,6 @@ class Copies:
 def gradient_norm(grads: list[Tensor]) -> Tensor:
     """The global L2 norm of the dense gradients, fp32, 0-dim on the device."""
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, torch.float32)))
-
-
-def in_one_launch(device: torch.device) -> bool:
-    """Whether `update` takes 16-bit gradients of copies as they are, and writes the copies."""
-    return backend.implementation("adamw", device) == "triton"
 
 
 def update(optimizer: torch.optim.AdamW, grads: dict[Tensor, Tensor], copies: Copies | None, lr: float, norm: Tensor,

@@ -9,6 +9,7 @@ from torch.func import functional_call
 
 from opengem.config import OptimConfig
 from opengem.kernels import backend
+from opengem.kernels.adamw.op import clear
 from opengem.optim import Copies, dense_optimizer, gradient_norm, rate, update
 from tests.kernels.interpret import DEVICE, GPU, needs_kernels
 
@@ -101,3 +102,14 @@ def test_all_parameters_in_one_launch_step_as_torch_steps_them(copied):
     torch.testing.assert_close(parameters, wanted[0], rtol=rounding, atol=rounding / 10)
     torch.testing.assert_close(state, wanted[1], rtol=rounding, atol=rounding / 10)
     assert all(torch.equal(copy, p.to(dtype)) for copy, p in zip(copies, parameters, strict=False))
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["reference", "triton"])
+@pytest.mark.parametrize("size", [0, 1, 5000])
+def test_numbers_are_cleared_only_if_the_flag_is_set(kind, size):
+    with backend.force(kind):
+        for flag in (0.0, 1.0):
+            x = torch.full((size,), float("nan"), device=DEVICE)
+            clear(x, torch.tensor(flag, device=DEVICE))
+            assert bool((x == 0).all()) if flag else bool(x.isnan().all())

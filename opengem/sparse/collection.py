@@ -22,6 +22,7 @@ from opengem.data.batch import Batch, Embedded
 from opengem.data.schema import Feature, Schema
 from opengem.errors import UserError
 from opengem.jagged import Jagged
+from opengem.kernels.adamw.op import clear
 from opengem.sparse.checkpoint import TableRows
 from opengem.sparse.lookup.reference import sum_bags
 from opengem.sparse.table import Piece, Request, Tables
@@ -256,12 +257,12 @@ class EmbeddingCollection:
     def step(self, lr: float, skip: Tensor | None = None) -> None:
         """Exact row-wise Adagrad on the rows looked up since the last call, from the leaves' `.grad`.
 
-        skip: 0-dim bool on the device, the same on every process; where it holds, rows and state stay as they are.
+        skip: fp32, 0-dim on the device, the same on every process; where it is not 0, rows and state stay as they are.
         """
         if self.pending:
             if skip is not None:
                 for _, leaves in self.pending:
-                    leaves.grads.masked_fill_(skip, 0)
+                    clear(leaves.grads, skip)
             arrived = [(ids.request, self.router.grads(ids.route, leaves.grads)) for ids, leaves in self.pending]
             self.storage.update(arrived, lr)
             if self.config.check_replicas:

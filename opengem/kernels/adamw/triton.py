@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from opengem.kernels.launch import multiprocessors
+
 CHUNK = 2048  # elements a program takes
 COLUMNS = 6  # of the table: where parameter, two moments, gradient and copy are, and the number of elements
 
@@ -105,3 +107,17 @@ def adamw(
         _adamw[(owners.shape[0],)](
             table.to(device, non_blocking=True), owners, starts, decay, corrections, norm, skip, bases[0], bases[3],
             bases[4], limit, lr, *betas, eps, copies is not None, COLUMNS, CHUNK, num_warps=8)
+
+
+@triton.jit(do_not_specialize=["size"])
+def _clear(x, flag, size, CHUNK: tl.constexpr):
+    if tl.load(flag) != 0:
+        for start in range(tl.program_id(0), tl.cdiv(size, CHUNK), tl.num_programs(0)):
+            at = (tl.zeros([], tl.int64) + start) * CHUNK + tl.arange(0, CHUNK)
+            tl.store(x + at, tl.zeros([CHUNK], x.dtype.element_ty), mask=at < size)
+
+
+def clear(x: Tensor, flag: Tensor) -> None:
+    """Zeros in place of contiguous x if `flag` (fp32, 0-dim) is not 0; otherwise x is not even read."""
+    if x.numel():
+        _clear[(8 * multiprocessors(x.device),)](x, flag, x.numel(), CHUNK)
