@@ -273,7 +273,7 @@ def _produce(
     q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, records_ptr, k_ring, v_ring, q_ring, do_ring,
     stats_ring, notes, places, claims, kv_full, staged, q_full, do_full, empty, claimed, taken, slots, items, q_slots,
     limit, left, right, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HEAD_DIM: gl.constexpr,
-    QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr):
+    QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, DEALT: gl.constexpr):
     count = 0
     kv_count = 0
     claim_count = 0
@@ -331,11 +331,14 @@ def _produce(
                     load_rows(do_desc, q_begin, m, query_tile * QUERIES, q_head * HEAD_DIM, do_full.index(at),
                                do_ring.index(at))
                     count += 1
-        at = claim_count % 2
-        mbarrier.wait(claimed.index(at), (claim_count // 2) & 1)
-        item = get(claims, at, 1)
-        mbarrier.arrive(taken.index(at), count=1)
-        claim_count += 1
+        if DEALT:
+            item += gl.num_programs(0)
+        else:
+            at = claim_count % 2
+            mbarrier.wait(claimed.index(at), (claim_count // 2) & 1)
+            item = get(claims, at, 1)
+            mbarrier.arrive(taken.index(at), count=1)
+            claim_count += 1
     at = count % STAGES
     mbarrier.wait(empty.index(at), ((count // STAGES) & 1) ^ 1)
     put(notes, 8 * at, -1)
@@ -351,7 +354,7 @@ def _produce(
 def _await_turns(
     counters_ptr, records_ptr, claims, orders, turn, done, told, claimed, taken, slots, items, q_slots, limit, left,
     right, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, QUERIES: gl.constexpr,
-    KEYS: gl.constexpr):
+    KEYS: gl.constexpr, DEALT: gl.constexpr):
     count = 0
     claim_count = 0
     item = gl.program_id(0)
@@ -381,13 +384,16 @@ def _await_turns(
                 put(orders, 2 * at + 1, rank + 1)
                 mbarrier.arrive(turn.index(at), count=1)
                 count += 1
-        # No turn is left to wait for, so taking an item cannot keep others from theirs.
-        item = gl.atomic_add(counters_ptr + items // slots * GROUP * q_slots, 1, sem="relaxed") + gl.num_programs(0)
-        at = claim_count % 2
-        mbarrier.wait(taken.index(at), ((claim_count // 2) & 1) ^ 1)
-        put(claims, at, item)
-        mbarrier.arrive(claimed.index(at), count=1)
-        claim_count += 1
+        if DEALT:
+            item += gl.num_programs(0)
+        else:
+            # No turn is left to wait for, so taking an item cannot keep others from theirs.
+            item = gl.atomic_add(counters_ptr + items // slots * GROUP * q_slots, 1, sem="relaxed") + gl.num_programs(0)
+            at = claim_count % 2
+            mbarrier.wait(taken.index(at), ((claim_count // 2) & 1) ^ 1)
+            put(claims, at, item)
+            mbarrier.arrive(claimed.index(at), count=1)
+            claim_count += 1
     at = count % 2
     mbarrier.wait(told.index(at), ((count // 2) & 1) ^ 1)
     put(orders, 2 * at, -1)
@@ -595,7 +601,9 @@ def _consume(
 def _backward_kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, dq_ptr, scratch_ptr, counters_ptr, records_ptr,
     slots, items, q_slots, q_stride, scale, limit, left, right, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, HEAD_DIM: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr):
+    HAS_RIGHT: gl.constexpr, HEAD_DIM: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    DEALT: gl.constexpr):
+    """DEALT: blocks take every so-many-th item instead of the next one of a queue, which they know ahead."""
     dtype: gl.constexpr = q_desc.dtype
     numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_ring = gl.allocate_shared_memory(dtype, [2, 1, 1, KEYS, HEAD_DIM], k_desc.layout)
@@ -638,9 +646,9 @@ def _backward_kernel(
         (_produce, (q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, records_ptr, k_ring, v_ring, q_ring,
                     do_ring, stats_ring, notes, places, claims, kv_full, staged, q_full, do_full, empty, claimed, taken,
                     slots, items, q_slots, limit, left, right, GROUP, HAS_LEFT, HAS_RIGHT, HEAD_DIM, QUERIES, KEYS,
-                    STAGES)),
+                    STAGES, DEALT)),
         (_await_turns, (counters_ptr, records_ptr, claims, orders, turn, done, told, claimed, taken, slots, items,
-                        q_slots, limit, left, right, GROUP, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS)),
+                        q_slots, limit, left, right, GROUP, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS, DEALT)),
         (_tell, (counters_ptr, orders, done, told)),
     ], [1, 1, 1], [24, 24, 24])
 
@@ -656,7 +664,8 @@ def backward(
     """As `reference.backward`, for what `takes` says; everything else goes to the portable kernels.
 
     Few queries against many keys (pooling): the blocks of a sample would wait for their turns longer than they work.
-    So SPREAD samples take turns in the queue, and a block finds the one before it done.
+    So SPREAD samples take turns in the order of items, and a block finds the one before it done. Its items are short
+    and alike, so they are dealt out ahead, and the next keys can be fetched in time.
     room: where dk and dv go, with one stride of rows and heads side by side (default: new tensors).
     """
     dout = dout if dout.stride(2) == 1 and dout.stride(1) == dout.shape[2] else dout.contiguous()
@@ -690,7 +699,7 @@ def backward(
         (ragged(q, QUERIES), ragged(k, KEYS), ragged(v, KEYS), ragged(dout, QUERIES), _statistics(stats),
          ragged(dk, KEYS), ragged(dv, KEYS), dq, scratch, counters, records, slots, items, q_slots, heads * dim,
          options.scale, 0 if spread else multiprocessors(q.device) // 2, options.left, options.right),
-        (heads // kv_heads, options.left >= 0, options.right >= 0, dim, QUERIES, KEYS, STAGES[dim]), 8)
+        (heads // kv_heads, options.left >= 0, options.right >= 0, dim, QUERIES, KEYS, STAGES[dim], spread > 0), 8)
     return dq, dk, dv, q.new_empty(0)
 
 

@@ -25,14 +25,14 @@ def portable(kernel: str, dim: int, *, capability: int = 90, pair: bool = False,
                aligned=("*_stride", "*_head"), num_warps=tile.warps, num_stages=tile.stages)
 
 
-def hopper(kernel: str, dim: int, *, causal: bool = False) -> dict:
+def hopper(kernel: str, dim: int, *, causal: bool = False, dealt: bool = False) -> dict:
     """job of a Gluon kernel."""
     from opengem.kernels.jfa import gluon_sm90 as forward
     from opengem.kernels.jfa import gluon_sm90_backward as backward
 
     back = kernel == "backward"
     module, keys = (backward, backward.KEYS) if back else (forward, forward.KEYS)
-    constants = {"GROUP": 1, "HAS_LEFT": False, "HAS_RIGHT": causal, "HEAD_DIM": dim, "KEYS": keys,
+    constants = {"GROUP": 1, "HAS_LEFT": False, "HAS_RIGHT": causal, "HEAD_DIM": dim, "KEYS": keys, "DEALT": dealt,
                  "ITEMS": forward.ITEMS, "QUERIES": backward.QUERIES,
                  "STAGES": backward.STAGES[dim] if back else forward.RING_ROWS[dim] // keys}
     types = {"stats_desc": f"tensordesc<fp32[2,{backward.QUERIES}],{backward.plain()!r}>"}
@@ -48,6 +48,7 @@ CASES = {  # name -> (function and arguments that make the job, bytes of spills 
     "triton forward on Blackwell": (portable, ["forward", 128], {"capability": 100}, 0),
     "gluon forward": (hopper, ["forward", 128], {}, 0),
     "gluon backward": (hopper, ["backward", 128], {}, 1024),
+    "gluon backward of few queries": (hopper, ["backward", 128], {"dealt": True}, 1024),
     "gluon backward, causal": (hopper, ["backward", 64], {"causal": True}, 1024),  # none with Triton 3.6
 }
 
