@@ -199,10 +199,9 @@ def overhead(out: Path | None, *_, config: Config | None = None, rounds: int = 4
     """What always-on logging costs: the training loop of `train.py` against the same loop without its log, in turns.
 
     `share`: median time of `steps` steps with the log (a line is written at the last of them, as a run writes one every
-    20) over that without, less 1. The small recipe, whose steps are short.
+    20) over that without, less 1. The small recipe, whose steps are short, at its batch size, which keeps a GPU busy.
     """
     where, config = _device(device), config or small.recipe()
-    config = replace(config, data=replace(config.data, batch_size=min(config.data.batch_size, 1024)))
     law = {"lengths": "lognormal(512)", "max_length": 1024, "streams": 2}
     with tempfile.TemporaryDirectory() as folder:
         synthetic.build(Path(folder) / "data", users=2000, samples=rounds * 4096, **law)
@@ -211,12 +210,13 @@ def overhead(out: Path | None, *_, config: Config | None = None, rounds: int = 4
         progress = Progress.of(job)
         with RunLog(Path(folder) / "run", to_json(config), 0, steps, progress=False) as log:
             times = {True: [], False: []}
-            for turn in range(rounds + 1):
+            _loop(job, host, min(steps, 5), progress, log)  # compilation
+            for turn in range(rounds):
                 for logged in times:
                     times[logged].append(_loop(job, host, steps, progress if logged else None, log))
                     print(f"turn {turn}, {'with' if logged else 'without'} log: {times[logged][-1]:.3f} s", flush=True)
-    with_log, without = (statistics.median(times[logged][1:]) for logged in (True, False))
-    spread = max((max(t[1:]) - min(t[1:])) / statistics.median(t[1:]) for t in times.values())
+    with_log, without = (statistics.median(times[logged]) for logged in (True, False))
+    spread = max((max(t) - min(t)) / statistics.median(t) for t in times.values())
     row = {"op": "train", "case": "logging_overhead", "impl": "opengem", "peer": None, "share": with_log / without - 1}
     row |= {"step_ms": 1e3 * without / steps, "spread": spread, "batch": host[0].batch_size}
     row |= environment(where) if where.type == "cuda" else {"gpu": "cpu"}
