@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opengem.kernels.jagged_ops.op import gather_rows
 from opengem.sparse import noise
 from opengem.sparse.lookup import op
 from opengem.sparse.lookup.optimiser import Optimiser
@@ -79,9 +78,8 @@ class Tables:
 
     def lookup(self, request: Request, dtype: torch.dtype) -> Tensor:
         """`dtype` `[N, dim]`: the rows of the request."""
-        fewer_rows_than_ids = self.weight.shape[0] < request.rows.shape[0]
-        weight = self.weight.to(dtype) if fewer_rows_than_ids else self.weight  # convert the smaller of the two
-        return gather_rows(weight, request.rows).to(dtype)
+        bounds = torch.arange(2, device=request.rows.device) * request.rows.shape[0]  # one feature with all ids
+        return op.lookup(self.weight, request.rows, bounds, bounds[:1], pooling="none", dtype=dtype)
 
     def update(self, arrived: list[tuple[Request, Tensor]], lr: float) -> None:
         """One step of row-wise Adagrad, from requests and `[N, dim]` gradients of each of their rows.
