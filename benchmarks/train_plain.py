@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from opengem.kernels.block.reference import unpack
 from opengem.kernels.gdpa.activations import ACTIVATIONS
 from opengem.kernels.jfa.op import jagged_flash_attention
 
@@ -43,9 +44,10 @@ def _pad(x: Tensor, offsets: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *, max_length: int, block: int,
-                    rope: tuple[Tensor, Tensor] | None = None, rope_by_row: bool = False) -> Tensor:
+                    rope: tuple[Tensor, Tensor] | Tensor | None = None, rope_by_row: bool = False) -> Tensor:
     """Every block is a sample of flash attention; blocks a short history does not have are empty samples."""
     if rope is not None:
+        rope = unpack(rope) if isinstance(rope, Tensor) else rope
         samples = offsets[[0, -1]] if rope_by_row else offsets
         q, k = (apply_rope(x, samples, *rope) for x in (q, k))
     starts = offsets[:-1, None] + torch.arange(0, max_length, block, device=q.device)

@@ -18,7 +18,7 @@ from torch import Tensor
 from opengem.config import ModelConfig, StreamConfig
 from opengem.jagged import Jagged
 from opengem.kernels.block import cost as block_cost
-from opengem.kernels.block.op import block_attention
+from opengem.kernels.block.op import block_attention, pack_angles
 from opengem.kernels.gdpa import cost as gdpa_cost
 from opengem.kernels.gdpa.op import gdpa
 from opengem.kernels.jfa import cost as jfa_cost
@@ -32,11 +32,16 @@ from opengem.model.interaction import TokenMix, mix_tokens
 @dataclass(frozen=True)
 class Rotation:
     """Rotary angles as float32 cos and sin `[rows, head_dim / 2]`: a row for each position in a sample
-    (`by_position`), or a row for each event of the batch."""
+    (`by_position`), or a row for each event of the batch. packed: as block attention reads them on a GPU, or None."""
 
     cos: Tensor
     sin: Tensor
     by_position: bool
+    packed: Tensor | None
+
+    @classmethod
+    def of(cls, cos: Tensor, sin: Tensor, by_position: bool) -> Rotation:
+        return cls(cos, sin, by_position, pack_angles(cos, sin) if cos.is_cuda else None)  # once for all layers
 
 
 def rotation(history: Jagged, log_gap: Tensor, head_dim: int, *, positions: bool, time: bool) -> Rotation | None:
@@ -47,12 +52,12 @@ def rotation(history: Jagged, log_gap: Tensor, head_dim: int, *, positions: bool
     """
     if not time:
         tables = rope_tables(history.max_length, head_dim, device=log_gap.device) if positions else None
-        return Rotation(*tables, by_position=True) if positions else None
+        return Rotation.of(*tables, by_position=True) if positions else None
     share = torch.arange(0, head_dim, 2, device=log_gap.device, dtype=torch.float32) / head_dim
     angle = log_gap[:, None] * math.pi * 16.0**-share
     if positions:
         angle = angle + history.positions[:, None].float() * 10_000.0**-share
-    return Rotation(angle.cos(), angle.sin(), by_position=False)
+    return Rotation.of(angle.cos(), angle.sin(), by_position=False)
 
 
 def rotate(x: Tensor, history: Jagged, angles: Rotation) -> Tensor:
@@ -131,7 +136,10 @@ class SelfAttention(nn.Module):
     def forward(self, x: Jagged, angles: Rotation | None) -> Jagged:
         heads = self.qkv(x.values).unflatten(1, (3 * self.heads, -1))
         if self.kind == "block":
-            rope = {} if angles is None else {"rope": (angles.cos, angles.sin), "rope_by_row": not angles.by_position}
+            rope = {}
+            if angles is not None:
+                table = (angles.cos, angles.sin) if angles.packed is None else angles.packed
+                rope = {"rope": table, "rope_by_row": not angles.by_position}
             q, k, v = SplitHeads.apply(heads, 3)
             out = block_attention(q, k, v, x.offsets, max_length=x.max_length, block=self.block, **rope)
         else:

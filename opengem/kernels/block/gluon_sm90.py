@@ -7,7 +7,7 @@ they are overwritten with zeros.
 
 A row is held as its two halves. With RoPE a half is rotated in place before the first product (half-split pairs lie
 across the halves, interleaved ones inside), and gradients, still fp32 in registers, before they are rounded. The words
-of cos and sin (`triton._turns`) are loaded once, while the rows are under way, and stay in registers.
+of cos and sin (`triton.pack`) are loaded once, while the rows are under way, and stay in registers.
 """
 
 from __future__ import annotations

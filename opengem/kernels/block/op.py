@@ -19,13 +19,15 @@ from opengem.kernels.rope.op import check_rope
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *, max_length: int, block: int = 64,
-                    scale: float | None = None, rope: tuple | None = None, rope_by_row: bool = False) -> Tensor:
+                    scale: float | None = None, rope: tuple | Tensor | None = None,
+                    rope_by_row: bool = False) -> Tensor:
     """`softmax(scale * q k^T) v` where row i of a sample sees row j of it if `i // block == j // block`.
 
     q, k, v: `[T, H, D]`, same shape and dtype; strided views of a fused buffer are fine. offsets: int32 or int64
     `[B + 1]`. max_length: host bound of the sample lengths. scale: default `D ** -0.5`.
     rope: None, or (cos, sin) or (cos, sin, interleaved) as `apply_rope` takes them: q and k are rotated inside the
-    kernel, and their gradients rotated back, without touching memory. The GPU kernel reads cos and sin as fp16.
+    kernel, and their gradients rotated back, without touching memory. The GPU kernel reads cos and sin as fp16; who
+    calls with the same angles more than once gives what `pack_angles` made of them.
     rope_by_row: cos and sin `[T, D / 2]` have a row for each row of q instead of one for each position in a sample, as
     angles that depend on time need.
     Returns `[T, H, D]`, contiguous. Empty samples and an empty batch are ordinary. On a GPU, rows behind `offsets[-1]`
@@ -37,6 +39,15 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *, max_len
     cos, sin, interleaved = _tables(rope, q, offsets, max_length, rope_by_row)
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
     return _forward(q, k, v, offsets, cos, sin, max_length, block, scale, interleaved, rope_by_row)
+
+
+def pack_angles(cos: Tensor, sin: Tensor) -> Tensor:
+    """fp32 `[rows, D / 2]` each to int32 `[rows, D / 2]`, the form in which `block_attention` reads them (as fp16)."""
+    if cos.is_cuda and backend.has_triton():
+        from opengem.kernels.block import triton
+
+        return triton.pack(cos, sin)
+    return reference.pack(cos, sin)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, block: int) -> None:
@@ -55,6 +66,12 @@ def _tables(rope: tuple | None, q: Tensor, offsets: Tensor, max_length: int,
     if rope is None:
         none = q.new_empty((0, q.shape[2] // 2), dtype=torch.float32)
         return none, none, False
+    if isinstance(rope, Tensor):
+        wanted, half = q.shape[0] if by_row else max_length, q.shape[2] // 2
+        if rope.dtype != torch.int32 or rope.shape[1:] != (half,) or rope.shape[0] < wanted:
+            raise ValueError(f"block_attention: packed angles must be int32, at least [{wanted}, {half}], got "
+                             f"{rope.dtype} {list(rope.shape)}; make them with pack_angles")  # fmt: skip
+        return rope, rope[:0], False
     if len(rope) not in (2, 3):
         raise ValueError(f"block_attention: rope must be (cos, sin) or (cos, sin, interleaved), got {len(rope)} items")
     cos, sin, interleaved = (*rope, False)[:3]

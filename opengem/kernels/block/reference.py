@@ -17,6 +17,16 @@ from opengem.kernels.rope.reference import rotate
 SCORE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # scores held at a time: what a cache holds, what hides launches
 
 
+def pack(cos: Tensor, sin: Tensor) -> Tensor:
+    """int32 like cos: cos in the low and sin in the high half of a word, both fp16."""
+    low, high = (x.half().view(torch.int16).to(torch.int32) for x in (cos, sin))
+    return high << 16 | low & 0xFFFF
+
+
+def unpack(turns: Tensor) -> tuple[Tensor, Tensor]:
+    return tuple(half.to(torch.int16).view(torch.float16) for half in (turns, turns >> 16))
+
+
 def tiles(offsets: Tensor, rows: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
     """(first row, live rows, position of the first row in its sample), int64 `[tiles]`; spare tiles hold no row."""
     batch = offsets.shape[0] - 1
@@ -48,6 +58,7 @@ class _Chunk:
         out.index_copy_(0, self.row.flatten(), tile.transpose(1, 2).flatten(0, 1).to(out.dtype))
 
     def angles(self, cos: Tensor, sin: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+        cos, sin = unpack(cos) if cos.dtype == torch.int32 else (cos, sin)
         position = self.position.clamp(max=cos.shape[0] - 1)
         return cos.to(wide)[position, :].unsqueeze(1), sin.to(wide)[position, :].unsqueeze(1)
 

@@ -220,11 +220,12 @@ def _plain_rows(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 and x.stride(0) < 1 << 25 else x.contiguous()
 
 
-def _turns(cos: Tensor, sin: Tensor, positions: int) -> Tensor:
-    """int32 `[positions, D / 2]`: cos in the low and sin in the high half of a word, both fp16."""
-    turns = torch.empty((positions, cos.shape[1]), dtype=torch.int32, device=cos.device)
+def pack(cos: Tensor, sin: Tensor) -> Tensor:
+    """See `reference.pack`."""
+    turns = torch.empty(cos.shape, dtype=torch.int32, device=cos.device)
     cos, sin, count = cos.contiguous(), sin.contiguous(), turns.numel()
-    launch(_pack, (triton.cdiv(count, 1024), 1, 1), kind_of(cos, sin), (cos, sin, turns, count), (1024,))
+    if count:
+        launch(_pack, (triton.cdiv(count, 1024), 1, 1), kind_of(cos, sin), (cos, sin, turns, count), (1024,))
     return turns
 
 
@@ -242,7 +243,7 @@ def prepare(rows: int, offsets: Tensor, cos: Tensor, sin: Tensor, max_length: in
     """(map of tiles, table of turns, whether there is a rotation)."""
     rope, batch = cos.shape[0] > 0, offsets.shape[0] - 1
     needed = cos.shape[0] if by_row else min(cos.shape[0], max(1, max_length))
-    turns = _turns(cos, sin, needed) if rope else offsets.new_empty(0, dtype=torch.int32)
+    turns = cos[:needed] if cos.dtype == torch.int32 else pack(cos[:needed], sin[:needed])
     tiles = rows // block + batch
     place = torch.empty((tiles, 2), dtype=torch.int64, device=offsets.device)
     launch(_map, (batch, 1, 1), kind_of(offsets), (offsets, place, rows, batch, tiles), (block, 32, by_row), warps=1)

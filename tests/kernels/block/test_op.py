@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from opengem.kernels.block import cost, reference
-from opengem.kernels.block.op import block_attention
+from opengem.kernels.block.op import block_attention, pack_angles
 from opengem.kernels.rope.op import apply_rope, rope_tables
 from tests.kernels.grid import LENGTHS, fused_views, offsets
 
@@ -96,6 +96,22 @@ def test_angles_by_row_are_those_of_its_position_where_tables_say_so(interleaved
     by_row = run(cos[position], sin[position], interleaved, rope_by_row=True)
     for got, wanted in zip(by_row, run(cos, sin, interleaved), strict=True):
         torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+def test_packed_angles_are_angles_in_half_precision(by_row):
+    lengths = [100, 0, 3]
+    leaves = [x.detach().requires_grad_() for x in fused_views(103, 2, 16)]
+    rounded = [x.half().float() for x in rope_tables(103, 16)]
+
+    def run(rope):
+        out = block_attention(*leaves, offsets(lengths), max_length=100, rope=rope, rope_by_row=by_row)
+        return out, *torch.autograd.grad(out.square().sum(), leaves)
+
+    for got, wanted in zip(run(pack_angles(*rounded)), run(tuple(rounded)), strict=True):
+        torch.testing.assert_close(got, wanted)
+    with pytest.raises(ValueError, match=r"int32, at least .*make them with pack_angles"):
+        run(pack_angles(*rounded)[:50])
 
 
 def test_a_sample_never_sees_its_batch_mates_or_other_blocks():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from opengem.kernels import backend
-from opengem.kernels.block.op import block_attention
+from opengem.kernels.block.op import block_attention, pack_angles
 from opengem.kernels.rope.op import apply_rope, rope_tables
 from tests.kernels.aot import assert_on_tensor_cores, compile_ahead
 from tests.kernels.block.test_op import SAME, naive
@@ -83,6 +83,17 @@ def test_angles_by_row_are_those_of_its_position_where_tables_say_so(rotation):
         by_row = run(kind, views, lengths, seed, (cos[position], sin[position], rotation), by_row=True)
         for got, wanted in zip(by_row, run(kind, views, lengths, seed, rope), strict=True):
             assert torch.equal(got, wanted)
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_angles_are_read_as_the_kernel_packs_them(kind):
+    lengths = LENGTHS["zero_between"][0]
+    views = fused_views(sum(lengths), 2, 64, dtype=DTYPES[0], device=DEVICE)
+    seed, rope = torch.randn_like(views[0].contiguous()), tables(False, 64)
+    for got, wanted in zip(run(kind, views, lengths, seed, pack_angles(*rope[:2])),
+                           run(kind, views, lengths, seed, rope), strict=True):
+        assert torch.equal(got, wanted)
 
 
 @pytest.mark.gpu
