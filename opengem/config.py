@@ -242,6 +242,8 @@ class TrainConfig:
     """compute dtype: auto (bfloat16 on GPU, float32 on CPU), float32 or bfloat16; master weights stay float32"""
     compile: bool = False
     """torch.compile the model"""
+    pipeline: bool = True
+    """copy the next batches to the device and distribute their ids while one trains; changes no bit of the results"""
     save_every: int = 1000
     """steps between checkpoints (0: only at the end)"""
     keep_checkpoints: int = 2

@@ -21,7 +21,7 @@ from opengem.errors import UserError
 from opengem.loss import multi_task_loss, task_weights
 from opengem.model.gem import GEM, cast_parameters, stream_config
 from opengem.optim import clip_gradients, dense_optimizer, rate
-from opengem.sparse.collection import EmbeddingCollection
+from opengem.sparse.collection import Distributed, EmbeddingCollection
 from opengem.sparse.sharded import shard
 
 
@@ -45,11 +45,12 @@ class Job:
         """stream -> newest events of a history that the model sees."""
         return {s.name: stream_config(self.config.model, s.name).max_length for s in self.schema.streams}
 
-    def forward(self, batch: Batch) -> dict[str, Tensor]:
-        """Logits `[B]` by label, of a batch on the job's device."""
+    def forward(self, batch: Batch, ids: Distributed | None = None) -> dict[str, Tensor]:
+        """Logits `[B]` by label, of a batch on the job's device. ids: where they were distributed ahead."""
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
             parameters = cast_parameters(self.model, self.dtype) if self.dtype != torch.float32 else {}
-            return functional_call(self.model, parameters, (batch, self.embeddings(batch)))
+            embedded = self.embeddings(batch) if ids is None else self.embeddings.lookup(ids)
+            return functional_call(self.model, parameters, (batch, embedded))
 
     def loss(self, logits: dict[str, Tensor], batch: Batch) -> Tensor:
         """This process's part of the loss of the global batch: the parts of all processes add up to it."""

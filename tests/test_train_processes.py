@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from opengem import checkpoint
 from opengem.config import MeshSpec, to_json
 from opengem.errors import UserError
 from opengem.evaluate import evaluate_split
@@ -31,17 +32,20 @@ CLOSE = {"rel": 1e-6, "abs": 1e-7}
 
 
 def recipe(name: str = "v1", **train_options):
-    mesh, sparse = GENERATIONS[name]
-    base = small.config(log_every=1, save_every=0, **train_options)
+    """A name may end in " plain": without the input pipeline."""
+    mesh, sparse = GENERATIONS[name.removesuffix(" plain")]
+    base = small.config(log_every=1, save_every=0, pipeline=not name.endswith(" plain"), **train_options)
     return replace(base, mesh=replace(base.mesh, **mesh), sparse=replace(base.sparse, **sparse))
 
 
 def runs(rank: int, world: int, jobs: list[tuple[str, str, str, str, int]]) -> list[dict]:
-    """Train each of (generation, data, out, checkpoint to start from, steps)."""
-    return [
-        json.loads(json.dumps(train(recipe(name, steps=steps), data, Path(out), start, with_baselines=False)))
-        for name, data, out, start, steps in jobs
-    ]
+    """Train each of (generation, data, out, checkpoint or folder of checkpoints to start from, steps)."""
+    found = []
+    for name, data, out, start, steps in jobs:
+        start = str(checkpoint.find(Path(start))) if start.endswith("checkpoints") else start
+        summary = train(recipe(name, steps=steps), data, Path(out), start, with_baselines=False)
+        found.append(json.loads(json.dumps(summary)))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +91,27 @@ def test_two_processes_follow_one_in_every_generation_and_resume_each_other(data
     assert again["click"]["logloss"] == pytest.approx(first[2]["splits"]["test"]["click"]["logloss"], rel=1e-6)
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_pipeline_changes_no_bit_of_a_run_nor_of_one_that_goes_on(world, data, tmp_path):
+    """With batches read ahead a checkpoint holds the position behind the batch that was trained on, not the newest."""
+    names = ("v1", "v3") if world == 2 else ("v1",)
+    jobs = []
+    for name in names:
+        jobs += [(name, str(data), str(tmp_path / name), "auto", 0)]
+        jobs += [(f"{name} plain", str(data), str(tmp_path / f"{name} plain"), "auto", 0)]
+        jobs += [(name, str(data), str(tmp_path / f"{name} six"), "auto", 6)]
+        jobs += [(name, str(data), str(tmp_path / f"{name} on"), str(tmp_path / f"{name} six" / "checkpoints"), 0)]
+    spawn(runs, world, jobs)
+    for name in names:
+        plain, piped, on = (bits_of(tmp_path / f"{name}{how}") for how in (" plain", "", " on"))
+        assert piped == plain and on == plain[6:] and len(plain) > 8
+
+
+def bits_of(run: Path) -> list[dict]:
+    names = ("step", "epoch", "samples", "tokens", "timestamp", "loss", "grad_norm", "tasks_total")
+    return [{name: line[name] for name in names} for line in read_metrics(run)]
+
+
 def test_four_processes_follow_one_and_go_on_from_two(data, one, tmp_path):
     folder, _ = one
     spawn(runs, 2, [("v1", str(data), str(tmp_path / "two"), "auto", 6)])
@@ -101,13 +126,14 @@ def test_four_processes_follow_one_and_go_on_from_two(data, one, tmp_path):
 FAILING = """
 import os
 from opengem import cli, mesh
-from opengem.job import Job
-forward = Job.forward
-def spoiled(self, batch):
-    if mesh.rank() == 1 and self.step == 1:
+from opengem.data.loader import Loader
+read = Loader._batch
+def spoiled(self, epoch, position):
+    batch = read(self, epoch, position)
+    if mesh.rank() == 1 and position == self._batch_size:
         batch.features["candidate"][0] = int(os.environ["BAD_ID"])
-    return forward(self, batch)
-Job.forward = spoiled
+    return batch
+Loader._batch = spoiled
 cli.main()
 """
 

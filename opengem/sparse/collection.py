@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -106,6 +106,8 @@ class IdReader:
 
     def check(self) -> None:
         """Raise UserError if any id since the last check was out of range (a host sync on a GPU)."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # ids may have been read on another stream
         at, wrong = self.bad.tolist()
         if at >= 0:
             self.bad = torch.full_like(self.bad, -1)
@@ -236,6 +238,15 @@ class EmbeddingCollection:
         inputs, slot, rows = self.reader(batch)
         route = self.router.send_ids(rows + self.first[slot])
         return Distributed(inputs, route, self.storage.request(route.rows, torch.is_grad_enabled()))
+
+    def read_ahead(self, ids: Distributed, current: Distributed | None) -> Distributed:
+        """Read what `ids` ask for before the next update, where the storage gains by it; `lookup` then reads again the
+        rows that the update changed. current: the batch that trains. Nothing but that update may come in between."""
+        if not self.pending:
+            return ids
+        learning = [*(pending.request for pending, _ in self.pending), *([current.request] if current else [])]
+        dtype = self.pending[-1][1].empty.dtype
+        return replace(ids, request=self.storage.read_ahead(ids.request, dtype, learning))
 
     def lookup(self, ids: Distributed) -> Embedded:
         """The second half of a call."""

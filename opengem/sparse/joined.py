@@ -21,6 +21,10 @@ class JoinedCollections:
     def distribute(self, batch: Batch) -> list[Distributed]:
         return [part.distribute(batch) for part in self.parts]
 
+    def read_ahead(self, ids: list[Distributed], current: list[Distributed] | None) -> list[Distributed]:
+        now = current or [None] * len(ids)
+        return [part.read_ahead(*own) for part, *own in zip(self.parts, ids, now, strict=True)]
+
     def lookup(self, ids: list[Distributed]) -> Embedded:
         sequences, features = {}, {}
         for part, own in zip(self.parts, ids, strict=True):

@@ -83,6 +83,10 @@ class Tables:
         weight = self.weight.to(dtype) if fewer_rows_than_ids else self.weight  # convert the smaller of the two
         return gather_rows(weight, request.rows).to(dtype)
 
+    def read_ahead(self, request: Request, dtype: torch.dtype, learning: list[Request]) -> Request:
+        """A request for which rows were read before the update of those in `learning`; here nothing is gained by it."""
+        return request
+
     def update(self, arrived: list[tuple[Request, Tensor]], lr: float) -> None:
         """One step of row-wise Adagrad, from requests and `[N, dim]` gradients of each of their rows.
 

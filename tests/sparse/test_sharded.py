@@ -108,7 +108,9 @@ def test_copies_that_differ_in_one_bit_are_found(world, runs):
 @pytest.mark.multi
 @worlds
 def test_the_pipeline_changes_no_bit(world, runs):
-    assert all(found["pipeline"] for found in runs[world])
+    """Fully sharded tables are read before the update of the batch before, and its rows again: still no bit."""
+    for found in runs[world]:
+        assert found["pipeline"] and all(found["pipeline"].values()), found["pipeline"]
 
 
 @pytest.mark.multi
@@ -123,7 +125,7 @@ def test_ranks_that_run_out_at_different_times_are_told(world, runs):
     """No hang and no silent end: every rank raises, at the same step."""
     for rank, found in enumerate(runs[world]):
         state = "has no" if rank == 0 else "has"
-        told = f"1: ranks ran out of batches at different times: rank {rank} {state} batch 2"
+        told = f"2: ranks ran out of batches at different times: rank {rank} {state} batch 2"
         assert found["uneven"].startswith(told)
     assert runs[1][0]["uneven"] == "2"
 
