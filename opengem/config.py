@@ -78,6 +78,8 @@ class SparseConfig:
     """several processes: split each copy of the tables over the mesh's sparse_replica ranks"""
     copy_rows: int = 0
     """several processes: tables of at most this many rows are copied to every process instead of sharded"""
+    placement: dict[str, str] = field(default_factory=dict)
+    """several processes: table -> table, node, row, column or copy, where the plan should not decide"""
     reads: str = "rows"
     """how fully sharded tables are read: rows (those that are needed) or chunks (all, a chunk at a time)"""
     chunk_mb: int = 256

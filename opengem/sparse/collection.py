@@ -305,11 +305,14 @@ class EmbeddingCollection:
     def _parts(self, tensor: Tensor) -> dict[str, Tensor]:
         if isinstance(self.router, LocalRouter):
             return {piece.table: piece.of(tensor) for piece in self.storage.pieces}
-        runs: dict[str, dict[int, Tensor]] = {name: {} for name in self.rows}
+        columns = self.storage.columns
+        width = () if tensor.dim() == 1 else (self.dim,)
+        zero = () if tensor.dim() == 1 else (columns.first if columns else 0,)
+        runs: dict[str, dict[tuple[int, ...], Tensor]] = {name: {} for name in self.rows}
         for piece in self.storage.pieces:
             if piece.rows:
-                runs[piece.table][piece.first] = piece.of(tensor)
-        return {name: TableRows(rows, tensor, runs[name]) for name, rows in self.rows.items()}
+                runs[piece.table][piece.first, *zero] = piece.of(tensor)
+        return {name: TableRows((rows, *width), tensor, runs[name]) for name, rows in self.rows.items()}
 
     def gather(self) -> dict[str, dict[str, Tensor]]:
         """Copies of whole tables on every process, as `state_dict` of one: to look at, where they fit."""
@@ -318,11 +321,20 @@ class EmbeddingCollection:
         return {**state, "step": {"updates": torch.tensor(self.storage.updates)}}
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
-        own = tensor.new_zeros(self.rows[name], *tensor.shape[1:])
+        own = tensor.new_zeros(self.rows[name], *(() if tensor.dim() == 1 else (self.dim,)))
+        columns, mine = self.storage.columns, self.storage.first_copy()
+        if columns and tensor.dim() == 1:
+            mine &= columns.first == 0  # all ranks that share a row keep its moment
         for piece in self.storage.pieces:
-            if piece.table == name and self.storage.first_copy():
-                own[piece.first : piece.first + piece.rows] = piece.of(tensor)
+            if piece.table == name and mine:
+                self._part_of(own, piece).copy_(piece.of(tensor))
         return self.router.gather(own)
+
+    def _part_of(self, whole: Tensor, piece: Piece) -> Tensor:
+        """What this storage keeps of `piece`, in a whole table."""
+        part, columns = whole.narrow(0, piece.first, piece.rows), self.storage.columns
+        cut = columns is not None and whole.dim() > 1
+        return part.narrow(1, columns.first, self.storage.weight.shape[1]) if cut else part
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
         """Take over a `state_dict` of this collection that was loaded in place, or copy in whole tables.
@@ -337,7 +349,7 @@ class EmbeddingCollection:
             for kind, tensor in (("weight", self.storage.weight), ("moment", self.storage.moment)):
                 given = state[kind][piece.table]
                 if not isinstance(given, TableRows):
-                    piece.of(tensor).copy_(given[piece.first : piece.first + piece.rows])
+                    piece.of(tensor).copy_(self._part_of(given, piece))
         self.storage.updates = int(state["step"]["updates"])
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from opengem.kernels.jagged_ops.op import gather_rows
 from opengem.mesh import all_gather, exchange, reduce_scatter, swap_counts
 from opengem.sparse.sharded_2d import Copies
-from opengem.sparse.table import Duplicates, Piece, Request, Tables
+from opengem.sparse.table import Columns, Duplicates, Piece, Request, Tables
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,16 @@ class FullyShardedTables:
 
     The shard's rows are cut into chunks; rank m of M keeps the m-th part of each chunk, so that a chunk is one
     all-gather. own: this rank's rows and state. semantics: as in `ReplicatedTables`. reads: "rows" or "chunks".
-    chunk_bytes: most bytes of rows gathered at a time (two half-size chunks: one in use, one under way).
+    chunk_bytes: most bytes of rows gathered at a time (two half-size chunks: one in use, one under way). options: of
+    `Tables`.
     """
 
     def __init__(
         self, pieces: list[Piece], rows: int, dim: int, device: torch.device | str, copies: Copies,
-        semantics: str, reads: str, chunk_bytes: int, *, eps: float, dtype: torch.dtype = torch.float32,
-        numbers: dict[str, int] | None = None) -> None:
-        self.numbers = numbers or {piece.table: piece.at - piece.first for piece in pieces}
-        group = copies.group
+        semantics: str, reads: str, chunk_bytes: int, *, dtype: torch.dtype = torch.float32,
+        numbers: dict[str, int] | None = None, **options) -> None:
+        numbers = numbers or {piece.table: piece.at - piece.first for piece in pieces}
+        self.options, group = {"dtype": dtype, "numbers": numbers, **options}, copies.group
         self.copies, self.semantics, self.reads, self.pieces_of_shard = copies, semantics, reads, list(pieces)
         ranks, limit = group.size(), max(chunk_bytes // (2 * dim * dtype.itemsize), group.size())
         self.chunks = max(-(-rows // limit), 1)
@@ -78,9 +79,7 @@ class FullyShardedTables:
             first = chunk * self.chunk_rows + group.rank() * self.span
             mine += [piece.cut(first, first + self.span, chunk * self.span) for piece in pieces]
         mine = [piece for piece in mine if piece is not None]
-        self.own = Tables(
-            mine, self.chunks * self.span, dim, device, eps=eps, dtype=dtype, numbers=self.numbers
-        )
+        self.own = Tables(mine, self.chunks * self.span, dim, device, **self.options)
 
     @property
     def pieces(self) -> list[Piece]:
@@ -93,6 +92,10 @@ class FullyShardedTables:
     @property
     def moment(self) -> Tensor:
         return self.own.moment
+
+    @property
+    def columns(self) -> Columns | None:
+        return self.own.columns
 
     @property
     def updates(self) -> int:
@@ -178,8 +181,7 @@ class FullyShardedTables:
     def _update_chunk(self, chunk: int, whole: list[Tensor], rows: Tensor, grads: Tensor, lr: float) -> None:
         first, own = chunk * self.chunk_rows, self.own
         pieces = [piece.cut(first, first + self.chunk_rows, 0) for piece in self.pieces_of_shard]
-        options = {"eps": own.eps, "dtype": own.weight.dtype, "numbers": self.numbers}
-        copy = Tables([p for p in pieces if p], 0, own.dim, rows.device, **options)
+        copy = Tables([p for p in pieces if p], 0, own.dim, rows.device, **self.options)
         copy.weight, copy.moment = whole
         copy.updates = own.updates
         copy.update([(copy.request(rows, learn=True), grads)], lr)

@@ -20,6 +20,7 @@ from tests.sparse.workers import (
     everything,
     one_process,
     spawn,
+    too_few_columns,
     trajectories,
 )
 
@@ -70,6 +71,22 @@ def test_copied_and_fully_sharded_tables_agree_bit_for_bit(world, runs):
         for table in ROWS:
             copied, *split = (found[name][1][kind][table] for name in ("v2_2", "v3_2", "v3_2_chunks"))
             assert torch.equal(copied, split[0]) and torch.equal(copied, split[1])
+
+
+@pytest.mark.multi
+@many
+def test_cut_by_columns_fully_sharded_and_copied_tables_agree_bit_for_bit(world, runs):
+    """The parts of a row see the mean of the whole row's squared gradient, in every generation."""
+    found = runs[world][0]["trajectories"]
+    for kind in KINDS:
+        for table in ROWS:
+            assert torch.equal(*(found[name][1][kind][table] for name in ("v2_2_columns", "v3_2_columns")))
+
+
+@pytest.mark.multi
+def test_columns_that_cannot_be_shared_evenly_are_refused():
+    for told in spawn(too_few_columns, 3):
+        assert told.startswith("plan: 8 columns (sparse.dim) cannot be shared evenly by 3 ranks; place the tables")
 
 
 @pytest.mark.multi
@@ -201,12 +218,20 @@ def test_small_tables_are_copied_and_lie_in_no_piece():
     made = plan({"big": 1000, "tiny": 5}, 2, row_bytes=36, copy_rows=5)
     assert made.placement == {"big": "node", "tiny": "copy"}
     assert [made.rows(rank) for rank in range(2)] == [500, 500]
+    assert made.bytes_everywhere == 5 * 36
+
+
+def test_columns_are_shared_by_all_ranks_and_so_is_the_load():
+    made = plan({"hot": 100, "rest": 10}, 4, row_bytes=36, load={"hot": 8.0, "rest": 1.0}, placement={"hot": "column"})
+    assert made.bytes_everywhere == 100 * (8 + 4)  # a quarter of 32 bytes, and the state of the row
+    assert sorted(made.load) == [2.0, 2.0, 2.0, 3.0]
+    assert sum(len(pieces) for pieces in made.pieces) == 1
 
 
 def test_a_plan_names_what_it_does_not_know():
     with pytest.raises(UserError, match="no table 'x'; tables are items"):
         plan({"items": 4}, 2, row_bytes=36, placement={"x": "row"})
-    with pytest.raises(UserError, match="placement 'column', wanted one of table, node, row, copy"):
-        plan({"items": 4}, 2, row_bytes=36, placement={"items": "column"})
+    with pytest.raises(UserError, match="placement 'grid', wanted one of table, node, row, copy, column"):
+        plan({"items": 4}, 2, row_bytes=36, placement={"items": "grid"})
     with pytest.raises(UserError, match="4 ranks are no multiple of 3"):
         plan({"items": 4}, 4, row_bytes=36, ranks_per_node=3)

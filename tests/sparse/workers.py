@@ -20,6 +20,7 @@ from opengem import checkpoint, mesh
 from opengem.config import SparseConfig
 from opengem.data.batch import Batch
 from opengem.data.schema import Feature, Label, Schema, Stream
+from opengem.errors import UserError
 from opengem.jagged import Jagged
 from opengem.sparse.collection import EmbeddingCollection
 from opengem.sparse.fully_sharded_2d import FullyShardedTables
@@ -42,6 +43,7 @@ SCHEMA = Schema(
 )
 FEATURES = list(SCHEMA.features)
 ROWS = {"items": 61, "shop": 6, "hour": 24, "tags": 17}
+MIXED = {"items": "column", "tags": "column", "hour": "row"}
 
 
 def spawn(worker, world: int, *args, seconds: float = 100.0) -> list:
@@ -150,7 +152,8 @@ def config(**options) -> SparseConfig:
 def make(replicas: int, placement=None, chunk_bytes=0, replicas_option="exact", **options) -> EmbeddingCollection:
     """A sharded collection with `replicas` copies; tiny chunks are set by hand, since the option counts whole MiB."""
     meshes = mesh.build(mesh.MeshSpec(sparse_replica=replicas), "cpu")
-    made = shard(SCHEMA, FEATURES, config(replicas=replicas_option, **options), "cpu", 3, meshes, placement)
+    options |= {"replicas": replicas_option, "placement": placement or {}}
+    made = shard(SCHEMA, FEATURES, config(**options), "cpu", 3, meshes)
     if chunk_bytes:
         own = made.storage
         shape = (own.pieces_of_shard, sum(p.rows for p in own.pieces_of_shard), DIM, "cpu", own.copies, own.semantics)
@@ -167,11 +170,14 @@ def generations(world: int) -> dict[str, dict]:
     """Name -> arguments of `make` for every generation that fits `world` processes."""
     made = {"v1": {"replicas": 1}, "v1_rows": {"replicas": 1, "placement": dict.fromkeys(ROWS, "row")}}
     made["v1_copied"] = {"replicas": 1, "placement": dict.fromkeys(ROWS, "copy")}
+    made["v1_columns"] = {"replicas": 1, "placement": dict.fromkeys(ROWS, "column")}
     for replicas in {2, world} if world > 1 else ():
         made[f"v2_{replicas}"] = {"replicas": replicas}
         made[f"v3_{replicas}"] = {"replicas": replicas, "fully_shard": True}
         made[f"v3_{replicas}_chunks"] = {"replicas": replicas, "fully_shard": True, "chunk_bytes": 512}
         made[f"v2_{replicas}_copied"] = {"replicas": replicas, "copy_rows": 20}
+        made[f"v2_{replicas}_columns"] = {"replicas": replicas, "placement": MIXED}
+        made[f"v3_{replicas}_columns"] = {"replicas": replicas, "placement": MIXED, "fully_shard": True}
         made[f"v3_{replicas}_copied"] = {"replicas": replicas, "fully_shard": True, "copy_rows": 6}
     return made
 
@@ -189,7 +195,7 @@ def everything(rank: int, world: int, steps: int, folder: str) -> dict:
     return found
 
 
-MAIN = ("v1", "v2_2", "v3_2", "v3_2_chunks", "v3_2_copied")
+MAIN = ("v1", "v1_columns", "v2_2", "v2_2_columns", "v3_2", "v3_2_chunks", "v3_2_columns", "v3_2_copied")
 
 
 def trajectories(rank: int, world: int, steps: int, names: tuple[str, ...] = ()) -> dict:
@@ -207,7 +213,8 @@ def trajectories(rank: int, world: int, steps: int, names: tuple[str, ...] = ())
 def checkpoints(rank: int, world: int, folder: str) -> dict:
     """Load every checkpoint that is in the folder into every generation, then save one of each after two steps."""
     before, loaded = sorted(Path(folder).iterdir()), {}
-    chosen = {name: arguments for name, arguments in generations(world).items() if name in MAIN}
+    names = ("v1", "v1_columns", "v2_2", "v3_2_chunks", "v3_2_columns")
+    chosen = {name: arguments for name, arguments in generations(world).items() if name in names}
     for name, arguments in chosen.items():
         for saved in before:
             collection = make(**arguments)
@@ -312,6 +319,15 @@ def average(rank: int, world: int) -> dict:
             kind: {name: sum(s[kind][name] for s in states) / world for name in tables} for kind, tables in mean.items()
         }
     return {"by hand": mean, **found}
+
+
+def too_few_columns(rank: int, world: int) -> str:
+    """What a rank is told when 8 columns are to be cut in 3."""
+    try:
+        make(1, placement={"items": "column"})
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def divergence(rank: int, world: int) -> str:
