@@ -35,6 +35,25 @@ def test_a_pipeline_gives_every_batch_in_order_with_the_bits_of_the_plain_loop(d
     assert torch.equal(plain.storage.moment, piped.storage.moment)
 
 
+@pytest.mark.gpu
+def test_memory_given_back_between_streams_changes_no_bit():
+    """What the side stream made is still in use on the main one when the allocator is asked for it again."""
+    rows = torch.randint(10, (40, 4096), generator=torch.Generator().manual_seed(0)).tolist()
+    batches = [batch([r[:1000], [], r[1000:]], hours=(i % 24, 23, 5)).pin_memory() for i, r in enumerate(rows[:20])]
+    plain, piped = collection("cuda"), collection("cuda")
+    wanted = steps(((b, plain(b)) for b in (each.to("cuda") for each in batches)), plain)
+    pipe = Pipeline(batches, piped)
+
+    def churn() -> None:
+        pipe.ahead()
+        for size in (1 << 10, 1 << 14, 1 << 18, 1 << 22):
+            torch.full((size,), float("nan"), device="cuda")
+            with torch.cuda.stream(pipe.side):
+                torch.full((size,), float("nan"), device="cuda")
+
+    assert steps(((b, piped.lookup(ids)) for b, ids in pipe), piped, churn) == wanted
+
+
 def test_no_more_than_two_batches_are_read_ahead():
     read = []
     pipe = Pipeline((read.append(i) or each for i, each in enumerate(BATCHES)), collection())

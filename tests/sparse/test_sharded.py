@@ -16,6 +16,7 @@ from tests.sparse.workers import (
     ROWS,
     SCHEMA,
     SHORT,
+    checkpoints,
     config,
     everything,
     one_process,
@@ -41,6 +42,7 @@ def runs(tmp_path_factory):
     found = {1: [everything(0, 1, SHORT, folder)]}
     for world in (4, 2):
         found[world] = spawn(everything, world, STEPS if world == 4 else SHORT, folder)
+    found[3] = [{"checkpoints": each} for each in spawn(checkpoints, 3, folder)]
     found["one again"] = [everything(0, 1, 1, folder)]
     yield found
     dist.destroy_process_group()

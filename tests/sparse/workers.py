@@ -170,8 +170,11 @@ def generations(world: int) -> dict[str, dict]:
     """Name -> arguments of `make` for every generation that fits `world` processes."""
     made = {"v1": {"replicas": 1}, "v1_rows": {"replicas": 1, "placement": dict.fromkeys(ROWS, "row")}}
     made["v1_copied"] = {"replicas": 1, "placement": dict.fromkeys(ROWS, "copy")}
-    made["v1_columns"] = {"replicas": 1, "placement": dict.fromkeys(ROWS, "column")}
+    if DIM % world == 0:
+        made["v1_columns"] = {"replicas": 1, "placement": dict.fromkeys(ROWS, "column")}
     for replicas in {2, world} if world > 1 else ():
+        if world % replicas:
+            continue
         made[f"v2_{replicas}"] = {"replicas": replicas}
         made[f"v3_{replicas}"] = {"replicas": replicas, "fully_shard": True}
         made[f"v3_{replicas}_chunks"] = {"replicas": replicas, "fully_shard": True, "chunk_bytes": 512}
@@ -213,7 +216,7 @@ def trajectories(rank: int, world: int, steps: int, names: tuple[str, ...] = ())
 def checkpoints(rank: int, world: int, folder: str) -> dict:
     """Load every checkpoint that is in the folder into every generation, then save one of each after two steps."""
     before, loaded = sorted(Path(folder).iterdir()), {}
-    names = ("v1", "v1_columns", "v2_2", "v3_2_chunks", "v3_2_columns")
+    names = ("v1", "v1_columns", "v2_2", "v3_2_chunks", "v3_2_columns", "v3_3")
     chosen = {name: arguments for name, arguments in generations(world).items() if name in names}
     for name, arguments in chosen.items():
         for saved in before:
@@ -240,9 +243,9 @@ def pipeline(rank: int, world: int) -> dict[str, bool]:
     """Whether the pipelined loop gives the bits of the plain one, for two passes; name of generation -> answer."""
     found = {}
     for name, arguments in generations(world).items():
-        if name in MAIN:
+        if name in ("v1", "v2_2_columns", "v3_2", "v3_2_chunks", "v3_2_copied"):
             plain, piped = make(**arguments), make(**arguments)
-            same = [_piped(piped, rank, world, train(plain, rank, world, 5)) for _ in range(2)]
+            same = [_piped(piped, rank, world, train(plain, rank, world, 4)) for _ in range(2)]
             after = zip(piped.gather()["weight"].values(), plain.gather()["weight"].values(), strict=True)
             found[name] = all(same) and all(torch.equal(*pair) for pair in after)
     return found
