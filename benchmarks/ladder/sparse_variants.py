@@ -21,26 +21,26 @@ from opengem.sparse.lookup import triton as kernels
 
 SCALARS = (0.01, 1e-8, 1.0, 0.9, 0.999, 1.0, 1.0)
 FORWARD = [{"tile": tile} for tile in [(256, 1), (512, 1), (512, 2), (1024, 1), (2048, 2)]]
-# (CUT, SHORT, elements of a short tile or 0 for the default, of a long one, programs an SM, short and long together)
+# (CUT, SHORT, elements of a short tile or 0 for the default, of a long one, programs an SM, short and long together,
+# short pieces a visit)
 UPDATE = [
-    (128, 2, 0, 512, 256, True),
-    (128, 2, 0, 512, 256, False),
-    (128, 2, 256, 512, 1024, True),
-    (128, 2, 0, 512, 64, True),
-    (128, 2, 0, 256, 256, True),
-    (128, 2, 0, 1024, 256, True),
-    (128, 4, 0, 512, 256, True),
-    (128, 1, 0, 512, 256, True),
-    (64, 2, 0, 512, 256, True),
+    (128, 2, 0, 512, 256, True, 1),
+    (128, 2, 0, 512, 256, True, 16),
+    (128, 2, 0, 512, 256, True, 32),
+    (128, 2, 0, 512, 256, True, 64),
+    (128, 2, 256, 512, 256, True, 32),
+    (128, 2, 0, 512, 64, True, 32),
+    (128, 4, 0, 512, 256, True, 32),
+    (128, 2, 0, 512, 256, False, 32),
 ]
 
 
 def update(group, order, batch: int, step: int, options: tuple) -> None:
-    _, _, short, long, programs, together = options
+    _, _, short, long, programs, together, visit = options
     kernels.update(
         group.weight, group.state["moment"], None, group.grads[: group.outputs(batch)], order.keys, order.source,
         order.coefficients, *order.pieces, order.span, group.rounding.at_step(step), "adagrad", SCALARS, short=short,
-        long=long, programs_per_sm=programs, together=together,
+        long=long, programs_per_sm=programs, together=together, visit=visit,
     )  # fmt: skip
 
 
@@ -90,13 +90,6 @@ def update_variants(say, groups) -> None:
         ms = bench.timed(step, 8)[0]
         say({"update": options, "ms": ms})
     kernels.CUT, kernels.SHORT = UPDATE[0][:2]
-    orders = [bench.sort(groups, i) for i in range(2)]
-
-    def first(i: int) -> None:
-        for group, order in zip(groups, orders[i % 2], strict=True):
-            update(group, order, i % 2, i + 1, UPDATE[0])
-
-    say({"update": UPDATE[0], **profiled(first, ["update_kernel", "combine_kernel"], groups)})
 
 
 def sort_variants(say, groups) -> None:

@@ -208,41 +208,44 @@ def _update_short(
     program, programs, weight, moment, first_moment, grads, keys, source, coefficients, starts, numbers, partials,
     first, last, base, run_starts, run_shifts, key, num_runs,
     lr, eps, moment_scale, beta1, beta2, correction1, correction2,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, PIECES: tl.constexpr, CUT: tl.constexpr, SHORT: tl.constexpr,
-    WEIGHTED: tl.constexpr, OPTIMISER: tl.constexpr, ROUND: tl.constexpr, SEARCH: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, PIECES: tl.constexpr, VISIT: tl.constexpr, CUT: tl.constexpr,
+    SHORT: tl.constexpr, WEIGHTED: tl.constexpr, OPTIMISER: tl.constexpr, ROUND: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
-    """PIECES short pieces at a time: sum their gradients; step the row of a whole segment, keep the others' sums."""
+    """PIECES short pieces at a time: sum their gradients; step the row of a whole segment, keep the others' sums.
+    VISIT neighbours one after the other, so that what a tile loads of the lists is in the L1 for the next."""
     low = tl.load(numbers + first) - 1
     pieces = tl.load(numbers + last - 1)
     column = tl.arange(0, BLOCK_D)
     live_column = (column < DIM)[None, :]
-    for start in range(low + program * PIECES, pieces, programs * PIECES):
-        piece = start + tl.arange(0, PIECES)
-        begin = tl.load(starts + piece, mask=piece < pieces, other=0)
-        length = tl.load(starts + piece + 1, mask=piece < pieces, other=0) - begin
-        live = (length > 0) & (length <= SHORT)
-        row_key = tl.load(keys + begin, mask=live, other=0)
-        is_first = tl.load(keys + begin - 1, mask=live & (begin > first), other=-1) != row_key
-        is_last = tl.load(keys + begin + length, mask=live & (begin + length < last), other=-1) != row_key
-        whole = live & is_first & is_last
-        row = row_key.to(tl.int64) - base
-        mask = whole[:, None] & live_column
-        old = tl.load(weight + row[:, None] * DIM + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        second = tl.load(moment + row, mask=whole, other=0.0) if OPTIMISER != "sgd" else 0.0
-        acc = tl.zeros([PIECES, BLOCK_D], tl.float32)
-        for i in tl.static_range(SHORT):
-            more = live & (i < length)
-            grad = _gradients(grads, tl.load(source + begin + i, mask=more, other=0), column, more, DIM)
-            if WEIGHTED:
-                grad *= tl.load(coefficients + begin + i - first, mask=more, other=0.0)[:, None]
-            acc += grad
-        slot = (begin // CUT - first // CUT).to(tl.int64) * 2 + is_first.to(tl.int64)
-        rest = (live & (whole == 0))[:, None] & live_column
-        tl.store(partials + slot[:, None] * DIM + column[None, :], acc, mask=rest)
-        _apply(
-            acc, row, column, whole, old, second, weight, moment, first_moment, run_starts, run_shifts, key, num_runs,
-            lr, eps, moment_scale, beta1, beta2, correction1, correction2, DIM, OPTIMISER, ROUND, SEARCH,
-        )  # fmt: skip
+    for index in range(low // VISIT + program, tl.cdiv(pieces, VISIT), programs):
+        for part in range(0, VISIT, PIECES):
+            piece = index * VISIT + part + tl.arange(0, PIECES)
+            inside = (piece >= low) & (piece < pieces)
+            begin = tl.load(starts + piece, mask=inside, other=0)
+            length = tl.load(starts + piece + 1, mask=inside, other=0) - begin
+            live = (length > 0) & (length <= SHORT)
+            row_key = tl.load(keys + begin, mask=live, other=0)
+            is_first = tl.load(keys + begin - 1, mask=live & (begin > first), other=-1) != row_key
+            is_last = tl.load(keys + begin + length, mask=live & (begin + length < last), other=-1) != row_key
+            whole = live & is_first & is_last
+            row = row_key.to(tl.int64) - base
+            mask = whole[:, None] & live_column
+            old = tl.load(weight + row[:, None] * DIM + column[None, :], mask=mask, other=0.0).to(tl.float32)
+            second = tl.load(moment + row, mask=whole, other=0.0) if OPTIMISER != "sgd" else 0.0
+            acc = tl.zeros([PIECES, BLOCK_D], tl.float32)
+            for i in tl.static_range(SHORT):
+                more = live & (i < length)
+                grad = _gradients(grads, tl.load(source + begin + i, mask=more, other=0), column, more, DIM)
+                if WEIGHTED:
+                    grad *= tl.load(coefficients + begin + i - first, mask=more, other=0.0)[:, None]
+                acc += grad
+            slot = (begin // CUT - first // CUT).to(tl.int64) * 2 + is_first.to(tl.int64)
+            rest = (live & (whole == 0))[:, None] & live_column
+            tl.store(partials + slot[:, None] * DIM + column[None, :], acc, mask=rest)
+            _apply(
+                acc, row, column, whole, old, second, weight, moment, first_moment, run_starts, run_shifts, key,
+                num_runs, lr, eps, moment_scale, beta1, beta2, correction1, correction2, DIM, OPTIMISER, ROUND, SEARCH,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -303,9 +306,9 @@ def update_kernel(
     weight, moment, first_moment, grads, keys, source, coefficients, starts, numbers, partials, first, last, base,
     run_starts, run_shifts, key, num_runs,
     lr, eps, moment_scale, beta1, beta2, correction1, correction2, blocks, every,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, PIECES: tl.constexpr, POSITIONS: tl.constexpr, CUT: tl.constexpr,
-    SHORT: tl.constexpr, WEIGHTED: tl.constexpr, OPTIMISER: tl.constexpr, ROUND: tl.constexpr, SEARCH: tl.constexpr,
-    PARTS: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, PIECES: tl.constexpr, VISIT: tl.constexpr, POSITIONS: tl.constexpr,
+    CUT: tl.constexpr, SHORT: tl.constexpr, WEIGHTED: tl.constexpr, OPTIMISER: tl.constexpr, ROUND: tl.constexpr,
+    SEARCH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Long and short pieces side by side, of each `every` programs the first takes a block's long ones: while these
     wait for one load after the other, short ones keep the memory busy."""
@@ -315,7 +318,8 @@ def update_kernel(
         _update_short(
             program, tl.num_programs(0), weight, moment, first_moment, grads, keys, source, coefficients, starts,
             numbers, partials, first, last, base, run_starts, run_shifts, key, num_runs, lr, eps, moment_scale, beta1,
-            beta2, correction1, correction2, DIM, BLOCK_D, PIECES, CUT, SHORT, WEIGHTED, OPTIMISER, ROUND, SEARCH,
+            beta2, correction1, correction2, DIM, BLOCK_D, PIECES, VISIT, CUT, SHORT, WEIGHTED, OPTIMISER, ROUND,
+            SEARCH,
         )  # fmt: skip
     elif PARTS == "long":
         _update_long(
@@ -333,8 +337,8 @@ def update_kernel(
         _update_short(
             program - tl.minimum(block + 1, blocks), tl.num_programs(0) - blocks, weight, moment, first_moment, grads,
             keys, source, coefficients, starts, numbers, partials, first, last, base, run_starts, run_shifts, key,
-            num_runs, lr, eps, moment_scale, beta1, beta2, correction1, correction2, DIM, BLOCK_D, PIECES, CUT, SHORT,
-            WEIGHTED, OPTIMISER, ROUND, SEARCH,
+            num_runs, lr, eps, moment_scale, beta1, beta2, correction1, correction2, DIM, BLOCK_D, PIECES, VISIT, CUT,
+            SHORT, WEIGHTED, OPTIMISER, ROUND, SEARCH,
         )  # fmt: skip
 
 
@@ -441,7 +445,7 @@ def update(
     weight: Tensor, moment: Tensor | None, first_moment: Tensor | None, grads: Tensor, keys: Tensor, source: Tensor,
     coefficients: Tensor | None, numbers: Tensor, starts: Tensor, span: tuple[int, int, int],
     noise: tuple[Tensor, Tensor, int], optimiser: str, scalars: tuple[float, ...], *,
-    short: int = 0, long: int = 512, programs_per_sm: int = 256, together: bool = True,
+    short: int = 0, long: int = 512, programs_per_sm: int = 256, together: bool = True, visit: int = 1,
 ) -> None:  # fmt: skip
     """span: the positions [first, last) of the sorted keys that are this matrix's, and the key of its row 0.
 
@@ -460,7 +464,8 @@ def update(
     options = {"DIM": dim, "BLOCK_D": width, "CUT": CUT, "OPTIMISER": optimiser, "ROUND": weight.dtype != torch.float32}
     options["SEARCH"] = -(-(runs - 1).bit_length() // 4) * 4  # in steps of 4: fewer compilations
     options_of_pieces = {"SHORT": SHORT, "WEIGHTED": weighted, "PIECES": tile, "POSITIONS": _tile(dim, long)[1]}
-    shorts = min(triton.cdiv(last - first, tile), multiprocessors(weight.device) * programs_per_sm)
+    options_of_pieces["VISIT"] = visit = max(visit, tile)
+    shorts = min(triton.cdiv(last - first, visit), multiprocessors(weight.device) * programs_per_sm)
     launches = [(blocks, shorts, "both")] if together else [(0, shorts, "short"), (blocks, 0, "long")]
     for longs, others, parts in launches:
         every = (longs + others) // longs if longs else 1
