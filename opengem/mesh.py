@@ -101,6 +101,11 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def ranks_per_node() -> int:
+    """Processes on this machine, as torchrun says; all where it says nothing."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+
+
 def sum_over_ranks(tensor: Tensor) -> Tensor:
     """The sum over all processes, in place; collective."""
     if world_size() > 1:

@@ -260,6 +260,9 @@ def describe(job: Job) -> None:
         f"full histories, {job.total_steps:,} steps of {job.config.data.batch_size} samples on "
         f"{processes} x {job.device.type}"
     )
+    if job.embeddings.plan is not None:
+        print(f"tables over the ranks of a shard group, {job.config.mesh.resolve(processes).sparse_replica} copies")
+        print(job.embeddings.plan.describe())
 
 
 def table_bytes(job: Job) -> int:

@@ -24,6 +24,7 @@ from opengem.errors import UserError
 from opengem.jagged import Jagged
 from opengem.sparse.checkpoint import TableRows
 from opengem.sparse.lookup.reference import sum_bags
+from opengem.sparse.plan import Plan
 from opengem.sparse.table import Piece, Request, Tables
 
 
@@ -227,6 +228,7 @@ class EmbeddingCollection:
         first = {piece.table: piece.at for piece in whole}
         self.first = torch.tensor([first[slot.table] for slot in self.slots], device=device, dtype=torch.int64)
         self.pending: list[tuple[Distributed, Leaves]] = []
+        self.plan: Plan | None = None  # of the shard group, over several processes
         self.reinitialise(seed)
 
     def __call__(self, batch: Batch) -> Embedded:

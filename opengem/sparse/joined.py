@@ -7,6 +7,7 @@ from torch import Tensor
 
 from opengem.data.batch import Batch, Embedded
 from opengem.sparse.collection import Distributed, EmbeddingCollection
+from opengem.sparse.plan import Plan
 
 
 class JoinedCollections:
@@ -14,6 +15,7 @@ class JoinedCollections:
 
     def __init__(self, parts: list[EmbeddingCollection]) -> None:
         self.parts, self.device = parts, parts[0].device
+        self.plan: Plan | None = None
 
     def __call__(self, batch: Batch) -> Embedded:
         return self.lookup(self.distribute(batch))

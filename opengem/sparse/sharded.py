@@ -18,7 +18,7 @@ from opengem.config import SparseConfig
 from opengem.data.schema import Feature, Schema
 from opengem.errors import UserError
 from opengem.kernels.jagged_ops.op import gather_rows
-from opengem.mesh import Mesh, all_gather, exchange, swap_counts
+from opengem.mesh import Mesh, all_gather, exchange, ranks_per_node, swap_counts
 from opengem.sparse.collection import (
     EmbeddingCollection,
     LocalRouter,
@@ -48,9 +48,11 @@ def shard(
     copies = Copies(*(axes.get_group("sparse_replica") for axes in (mesh.sparse, mesh.ids)))
     row_bytes = config.dim * row_dtype(config).itemsize + 4
     load = {name: float(sum(slot.table == name for slot in slots)) for name in rows}
+    node = _in_a_node(group.size(), copies.group.size())
     made = plan(
-        rows, group.size(), row_bytes=row_bytes, load=load, placement=config.placement, copy_rows=config.copy_rows
-    )
+        rows, group.size(), row_bytes=row_bytes, load=load, ranks_per_node=node, placement=config.placement,
+        copy_rows=config.copy_rows,
+    )  # fmt: skip
     numbers = {piece.table: piece.at for piece in pieces_of(rows)}
     options = {"eps": config.eps, "dtype": row_dtype(config), "numbers": numbers}
     arguments, parts = (schema, features, config, device, seed), []
@@ -70,7 +72,16 @@ def shard(
         everyone, shape = Copies(dist.group.WORLD, dist.new_group()), (sum(copied.values()), config.dim, device)
         storage = ReplicatedTables(pieces_of(copied), *shape, everyone, "exact", **options)
         parts.append(EmbeddingCollection(*arguments, CopyRouter(), storage, copied))
-    return parts[0] if len(parts) == 1 else JoinedCollections(parts)
+    collection = parts[0] if len(parts) == 1 else JoinedCollections(parts)
+    collection.plan = made
+    return collection
+
+
+def _in_a_node(ranks: int, copies: int) -> int:
+    """Of the ranks of a shard group, those of one node (0: all, or they do not fill whole nodes); copies are
+    neighbours."""
+    inside = max(ranks_per_node() // copies, 1)
+    return inside if ranks % inside == 0 else 0
 
 
 def _storage(

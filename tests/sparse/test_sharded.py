@@ -10,6 +10,7 @@ from opengem import checkpoint
 from opengem.errors import UserError
 from opengem.sparse.collection import EmbeddingCollection
 from opengem.sparse.plan import plan
+from opengem.sparse.sharded import _in_a_node
 from tests.sparse.workers import (
     DIM,
     FEATURES,
@@ -39,9 +40,9 @@ def runs(tmp_path_factory):
     """World size -> what each rank found; each group of processes also reads what the groups before it saved."""
     folder = str(tmp_path_factory.mktemp("checkpoints"))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    found = {1: [everything(0, 1, SHORT, folder)]}
+    found = {1: [everything(0, 1, STEPS, folder)]}
     for world in (4, 2):
-        found[world] = spawn(everything, world, STEPS if world == 4 else SHORT, folder)
+        found[world] = spawn(everything, world, STEPS, folder)
     found[3] = [{"checkpoints": each} for each in spawn(checkpoints, 3, folder)]
     found["one again"] = [everything(0, 1, 1, folder)]
     yield found
@@ -103,7 +104,9 @@ def test_fully_sharded_bytes_are_those_of_a_copy_over_the_copies(world, runs):
 @pytest.mark.multi
 @many
 def test_a_fully_sharded_lookup_never_holds_more_than_its_chunks(world, runs):
-    shard, chunk, most = runs[world][0]["peak"]
+    """Nor does reading ahead leave any of them behind for the dense work."""
+    shard, chunk, most, left = runs[world][0]["peak"]
+    assert left < 2048
     assert most <= chunk + chunk // 2 + 8192 < shard / 6  # Gloo's thread may keep a finished half chunk for a moment
 
 
@@ -169,7 +172,8 @@ def test_any_checkpoint_loads_into_any_generation_on_any_number_of_processes(run
 
 @pytest.mark.multi
 def test_eight_processes(reference):
-    for name, (losses, tables, _) in spawn(trajectories, 8, STEPS, ("v1", "v2_2", "v3_2", "v3_2_copied"))[0].items():
+    names = ("v1", "v1_columns", "v2_2", "v3_2", "v3_2_copied")
+    for name, (losses, tables, _) in spawn(trajectories, 8, STEPS, names)[0].items():
         assert losses == pytest.approx(reference[STEPS][0], rel=1e-6, abs=1e-6), name
         for table in ROWS:
             torch.testing.assert_close(tables["weight"][table], reference[STEPS][1]["weight"][table], rtol=0, atol=1e-6)
@@ -228,6 +232,13 @@ def test_columns_are_shared_by_all_ranks_and_so_is_the_load():
     assert made.bytes_everywhere == 100 * (8 + 4)  # a quarter of 32 bytes, and the state of the row
     assert sorted(made.load) == [2.0, 2.0, 2.0, 3.0]
     assert sum(len(pieces) for pieces in made.pieces) == 1
+
+
+@pytest.mark.parametrize("here, ranks, copies, node", [(8, 16, 1, 8), (8, 8, 2, 4), (8, 2, 8, 1), (6, 4, 1, 0)])
+def test_shards_of_a_node_are_known_from_the_launcher(here, ranks, copies, node, monkeypatch):
+    """Copies are neighbours, so a node of 8 processes with 2 copies holds 4 ranks of each shard group."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+    assert _in_a_node(ranks, copies) == node
 
 
 def test_a_plan_names_what_it_does_not_know():
