@@ -134,12 +134,16 @@ def check(say, rank: int, world: int, device: str) -> None:
 
 def make(name: str, rows: int, device: str, chunk_mb: int = 512):
     """(collection, bytes that it keeps on the device, measured)."""
-    copies, config = generations(dist.get_world_size())[name]
+    copies, config = generations(dist.get_world_size())[name.removesuffix(", parts in order")]
     config = dataclasses.replace(config, check_replicas=False, chunk_mb=chunk_mb)
     described = schema(rows)
     torch.cuda.empty_cache()
     begin = torch.cuda.memory_allocated()
+    turns = FullyShardedTables._turns
+    if name.endswith("in order"):
+        FullyShardedTables._turns = lambda self, ranks: [0] * self.chunks
     made = shard(described, list(described.features), config, device, 0, meshes(copies))
+    FullyShardedTables._turns = turns
     torch.cuda.synchronize()
     return made, torch.cuda.memory_allocated() - begin
 
@@ -167,6 +171,7 @@ def memory(say, rank: int, world: int, device: str) -> None:
 VARIANTS = {
     "v2": ("v2", True, True, False),
     "v3": ("v3", True, True, False),
+    "v3, parts in order": ("v3, parts in order", True, True, False),
     "v3, not read ahead": ("v3", True, False, False),
     "v3 by chunks": ("v3 by chunks", True, True, False),
     "v3 by chunks, not read ahead": ("v3 by chunks", True, False, False),

@@ -11,6 +11,7 @@ knows which ones that update changes, and only those are read again after it.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -57,10 +58,10 @@ class SharedRequest:
 class FullyShardedTables:
     """Rows of one shard, split evenly over the ranks of `copies` (those of V2). Methods as `Tables`, collective.
 
-    The shard's rows are cut into chunks; rank m of M keeps the m-th part of each chunk, so that a chunk is one
-    all-gather. own: this rank's rows and state. semantics: as in `ReplicatedTables`. reads: "rows" or "chunks".
-    chunk_bytes: most bytes of rows gathered at a time (two half-size chunks: one in use, one under way). options: of
-    `Tables`.
+    The shard's rows are cut into chunks of M parts, one for each of M ranks, so that a chunk is one all-gather. Which
+    rank has the first part goes round (`turns`): the first rows of a table are often its hot ones. own: this rank's
+    rows and state. semantics: as in `ReplicatedTables`. reads: "rows" or "chunks". chunk_bytes: most bytes of rows
+    gathered at a time (two half-size chunks: one in use, one under way). options: of `Tables`.
     """
 
     def __init__(
@@ -74,12 +75,27 @@ class FullyShardedTables:
         self.chunks = max(-(-rows // limit), 1)
         self.span = -(-rows // (self.chunks * ranks))
         self.chunk_rows = self.span * ranks
+        self.turns = self._turns(ranks)
+        self.turn = torch.tensor(self.turns, device=device)
         mine = []
-        for chunk in range(self.chunks):
-            first = chunk * self.chunk_rows + group.rank() * self.span
-            mine += [piece.cut(first, first + self.span, chunk * self.span) for piece in pieces]
-        mine = [piece for piece in mine if piece is not None]
+        for chunk, turn in enumerate(self.turns):
+            mine += self._part(chunk, (group.rank() - turn) % ranks, chunk * self.span)
         self.own = Tables(mine, self.chunks * self.span, dim, device, **self.options)
+
+    def _turns(self, ranks: int) -> list[int]:
+        """For each chunk the rank that has its first part: chunk i of table t, at its beginning, gives t + i."""
+        begins = [piece.at for piece in self.pieces_of_shard] or [0]
+        turns = []
+        for chunk in range(self.chunks):
+            table = bisect_right(begins, chunk * self.chunk_rows) - 1
+            turns.append((table + chunk - begins[table] // max(self.chunk_rows, 1)) % ranks)
+        return turns
+
+    def _part(self, chunk: int, part: int, at: int) -> list[Piece]:
+        """The pieces in a part of a chunk, for a matrix that has the part at row `at`."""
+        first = chunk * self.chunk_rows + part * self.span
+        found = (piece.cut(first, first + self.span, at) for piece in self.pieces_of_shard)
+        return [piece for piece in found if piece is not None]
 
     @property
     def pieces(self) -> list[Piece]:
@@ -110,13 +126,14 @@ class FullyShardedTables:
 
     def request(self, rows: Tensor, learn: bool) -> SharedRequest:
         """As `Tables.request`, with rows in the shard's numbering; the ids go to the ranks that store the rows."""
-        within, height = rows % max(self.chunk_rows, 1), self.own.weight.shape[0]
-        stored = rows // max(self.chunk_rows, 1) * self.span + within % max(self.span, 1)
-        wanted = Duplicates.of(within // max(self.span, 1) * height + stored)
+        chunk, within = rows // max(self.chunk_rows, 1), rows % max(self.chunk_rows, 1)
+        height, ranks = self.own.weight.shape[0], self.copies.id_group.size()
+        owner = (within // max(self.span, 1) + self.turn[chunk]) % ranks
+        wanted = Duplicates.of(owner * height + chunk * self.span + within % max(self.span, 1))
         chunks = self._by_chunk(wanted.distinct) if self.reads == "chunks" else None
         if chunks is not None and (not learn or self.semantics == "average"):
             return SharedRequest(rows, wanted, chunks)
-        edges = torch.arange(self.copies.id_group.size() + 1, device=rows.device) * height
+        edges = torch.arange(ranks + 1, device=rows.device) * height
         sent, received = swap_counts(torch.searchsorted(wanted.distinct, edges).diff(), self.copies.id_group)
         asked = exchange(wanted.distinct % max(height, 1), sent, received, self.copies.id_group)
         return SharedRequest(rows, wanted, chunks, sent, received, self.own.request(asked, learn))
@@ -179,9 +196,9 @@ class FullyShardedTables:
         self.own.updates += 1
 
     def _update_chunk(self, chunk: int, whole: list[Tensor], rows: Tensor, grads: Tensor, lr: float) -> None:
-        first, own = chunk * self.chunk_rows, self.own
-        pieces = [piece.cut(first, first + self.chunk_rows, 0) for piece in self.pieces_of_shard]
-        copy = Tables([p for p in pieces if p], 0, own.dim, rows.device, **self.options)
+        own, ranks = self.own, self.copies.group.size()
+        parts = [self._part(chunk, (rank - self.turns[chunk]) % ranks, rank * self.span) for rank in range(ranks)]
+        copy = Tables([piece for part in parts for piece in part], 0, own.dim, rows.device, **self.options)
         copy.weight, copy.moment = whole
         copy.updates = own.updates
         copy.update([(copy.request(rows, learn=True), grads)], lr)
