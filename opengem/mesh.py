@@ -144,6 +144,8 @@ def sum_gradients(parameters: Iterable[Tensor], bucket_bytes: int = 32 << 20) ->
 
 def swap_counts(sent: Tensor, group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
     """(sent, received) on the host: how much this rank sends to each rank of the group, and gets; collective."""
+    if group.size() == 1:
+        return (sent.tolist(),) * 2
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     sent, received = torch.stack([sent, received]).tolist()
@@ -151,7 +153,12 @@ def swap_counts(sent: Tensor, group: dist.ProcessGroup) -> tuple[list[int], list
 
 
 def exchange(values: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send `values[: sent[0]]` to the first rank of the group, the next `sent[1]` to the second, ...; collective."""
+    """Send `values[: sent[0]]` to the first rank of the group, the next `sent[1]` to the second, ...; collective.
+
+    In a group of one rank, `values` themselves.
+    """
+    if group.size() == 1:
+        return values
     out = values.new_empty(sum(received), *values.shape[1:])
     dist.all_to_all_single(out, values.contiguous(), received, sent, group=group)
     return out
