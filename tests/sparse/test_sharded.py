@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,8 +11,11 @@ import torch.distributed as dist
 from opengem import checkpoint
 from opengem.errors import UserError
 from opengem.sparse.collection import EmbeddingCollection
+from opengem.sparse.fully_sharded_2d import FullyShardedTables
 from opengem.sparse.plan import plan
 from opengem.sparse.sharded import _in_a_node
+from opengem.sparse.sharded_2d import Copies
+from opengem.sparse.table import Piece
 from tests.sparse.workers import (
     DIM,
     FEATURES,
@@ -190,6 +195,21 @@ def test_a_checkpoint_that_lacks_a_table_or_has_another_shape_is_refused(tmp_pat
         path = checkpoint.save(tmp_path, 1, {"embeddings": changed}, keep=1)
         with pytest.raises(UserError, match=message):
             checkpoint.load(path, {"embeddings": ours.state_dict()})
+
+
+@pytest.mark.parametrize("chunk_rows", [100, 200, 60])
+def test_the_first_rows_of_tables_are_spread_over_the_copies(chunk_rows):
+    """Ids are often numbered by how common they are: one rank would answer for the hot rows of all tables."""
+    pieces = [Piece(f"t{i}", 0, 200, 200 * i) for i in range(8)]
+    kept = []
+    for rank in range(2):
+        group = SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)
+        bytes_of_chunk = 2 * 4 * DIM * chunk_rows
+        shape = (pieces, 1600, DIM, "cpu", Copies(group, group), "exact", "rows", bytes_of_chunk)
+        kept.append(FullyShardedTables(*shape, eps=0).pieces)
+    rows = sorted((p.table, row) for own in kept for p in own for row in range(p.first, p.first + p.rows))
+    assert rows == sorted((f"t{i}", row) for i in range(8) for row in range(200))
+    assert abs(sum(p.first == 0 for p in kept[0]) - 4) <= (1 if chunk_rows == 60 else 0)
 
 
 # ---- plans ---------------------------------------------------------------------------------------------------
