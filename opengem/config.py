@@ -78,6 +78,8 @@ class SparseConfig:
     """several processes: split each copy of the tables over the mesh's sparse_replica ranks"""
     copy_rows: int = 0
     """several processes: tables of at most this many rows are copied to every process instead of sharded"""
+    placement: dict[str, str] = field(default_factory=dict)
+    """several processes: table -> table, node, row, column or copy, where the plan should not decide"""
     reads: str = "rows"
     """how fully sharded tables are read: rows (those that are needed) or chunks (all, a chunk at a time)"""
     chunk_mb: int = 256
@@ -242,6 +244,8 @@ class TrainConfig:
     """compute dtype: auto (bfloat16 on GPU, float32 on CPU), float32 or bfloat16; master weights stay float32"""
     compile: bool = False
     """torch.compile the model"""
+    pipeline: bool = True
+    """copy the next batches to the device and distribute their ids while one trains; changes no bit of the results"""
     save_every: int = 1000
     """steps between checkpoints (0: only at the end)"""
     keep_checkpoints: int = 2

@@ -22,7 +22,7 @@ from opengem.kernels.adamw.op import in_one_launch
 from opengem.loss import multi_task_loss, task_weights
 from opengem.model.gem import GEM, stream_config
 from opengem.optim import Copies, dense_optimizer, gradient_norm, rate, update
-from opengem.sparse.collection import EmbeddingCollection
+from opengem.sparse.collection import Distributed, EmbeddingCollection
 from opengem.sparse.sharded import shard
 
 
@@ -80,13 +80,14 @@ class Job:
         """stream -> newest events of a history that the model sees."""
         return {s.name: stream_config(self.config.model, s.name).max_length for s in self.schema.streams}
 
-    def forward(self, batch: Batch) -> dict[str, Tensor]:
-        """Logits `[B]` by label, of a batch on the job's device."""
+    def forward(self, batch: Batch, ids: Distributed | None = None) -> dict[str, Tensor]:
+        """Logits `[B]` by label, of a batch on the job's device. ids: where they were distributed ahead."""
         if self.dtype != torch.float32 and (self.copies is None or self.copies.model is not self.model):
             self.copies = Copies(self.model, self.dtype)
         with torch.autocast(self.device.type, self.dtype, enabled=self.copies is not None):
             parameters = {} if self.copies is None else self.copies.named()
-            return functional_call(self.model, parameters, (batch, self.embeddings(batch)))
+            embedded = self.embeddings(batch) if ids is None else self.embeddings.lookup(ids)
+            return functional_call(self.model, parameters, (batch, embedded))
 
     def loss(self, logits: dict[str, Tensor], batch: Batch) -> Tensor:
         """This process's part of the loss of the global batch: the parts of all processes add up to it."""

@@ -101,6 +101,11 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def ranks_per_node() -> int:
+    """Processes on this machine, as torchrun says; all where it says nothing."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+
+
 def sum_over_ranks(tensor: Tensor) -> Tensor:
     """The sum over all processes, in place; collective."""
     if world_size() > 1:
@@ -139,6 +144,8 @@ def sum_gradients(grads: list[Tensor], bucket_bytes: int = 32 << 20) -> None:
 
 def swap_counts(sent: Tensor, group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
     """(sent, received) on the host: how much this rank sends to each rank of the group, and gets; collective."""
+    if group.size() == 1:
+        return (sent.tolist(),) * 2
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     sent, received = torch.stack([sent, received]).tolist()
@@ -146,7 +153,12 @@ def swap_counts(sent: Tensor, group: dist.ProcessGroup) -> tuple[list[int], list
 
 
 def exchange(values: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send `values[: sent[0]]` to the first rank of the group, the next `sent[1]` to the second, ...; collective."""
+    """Send `values[: sent[0]]` to the first rank of the group, the next `sent[1]` to the second, ...; collective.
+
+    In a group of one rank, `values` themselves.
+    """
+    if group.size() == 1:
+        return values
     out = values.new_empty(sum(received), *values.shape[1:])
     dist.all_to_all_single(out, values.contiguous(), received, sent, group=group)
     return out

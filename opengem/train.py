@@ -7,8 +7,10 @@ the step that learns from it. Read `job.py` for what a step does and `checkpoint
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -28,6 +30,8 @@ from opengem.job import Job, Step, build, pick_device, run_config
 from opengem.loss import Meter
 from opengem.metrics import entropy
 from opengem.runlog import NoLog, RunLog, environment, peak_memory_bytes
+from opengem.sparse.collection import Distributed
+from opengem.sparse.pipeline import Pipeline
 
 
 def train(config: Config, data: Path, out: Path, resume: str = "auto", with_baselines: bool = True) -> dict:
@@ -69,8 +73,10 @@ def _train(config: Config, data: Path, out: Path, resume: str, with_baselines: b
     with RunLog(out, to_json(config), *options) if first else NoLog() as log:
         job.model.train()
         unread: list[tuple[Step, Batch]] = []
-        for batch in _batches(job, loader, progress):
-            logits = job.forward(batch)
+        feed = Feed(job, loader, progress)
+        for batch, ids in feed:
+            logits = job.forward(batch, ids)
+            feed.ahead()
             progress.add(logits, batch)
             step = job.learn(job.loss(logits, batch))
             last = job.step == job.total_steps
@@ -81,7 +87,7 @@ def _train(config: Config, data: Path, out: Path, resume: str, with_baselines: b
                 job.embeddings.check()
                 log.write(progress.line(job, step, batch, rates))
             if saves:
-                state = job.state(progress.dump(job, loader))
+                state = job.state(progress.dump(job))
                 checkpoint.save(out / "checkpoints", job.step, state, config.train.keep_checkpoints)
         summary = {"recipe": config.name, "data": schema.name, "steps": job.step, "base_rates": rates}
         summary["splits"] = {name: evaluate_split(job, data, name, rates) for name in config.data.eval_splits}
@@ -112,6 +118,7 @@ class Progress:
     epoch: int = 0
     samples: int = 0
     padded_tokens: int = 0
+    position: dict = field(default_factory=dict)  # of the loader behind the newest batch that was taken
 
     @classmethod
     def of(cls, job: Job) -> Progress:
@@ -164,17 +171,18 @@ class Progress:
         histories = {name.removesuffix(".timestamp"): found for name, found in counts["lengths"].items()}
         return self.flops.training(histories, counts["samples"])
 
-    def dump(self, job: Job, loader: Loader) -> str:
+    def dump(self, job: Job) -> str:
         """What `load` needs to go on bit for bit, as JSON."""
         meters = {name: list(getattr(self, name).read().values()) for name in ("window", "total")}
         counts = {"epoch": self.epoch, **self.counts()}
-        return json.dumps({"step": job.step, "loader": loader.state_dict(), "counts": counts, "meters": meters})
+        return json.dumps({"step": job.step, "loader": self.position, "counts": counts, "meters": meters})
 
     def load(self, text: str, job: Job, loader: Loader) -> None:
         """The first process takes over the sums of all; the others start at 0."""
         saved = json.loads(text)
         job.step, self.epoch = saved["step"], saved["counts"]["epoch"]
-        loader.load_state_dict(saved["loader"])
+        self.position = saved["loader"]
+        loader.load_state_dict(self.position)
         first = mesh.rank() == 0
         for name, seen in self.lengths.items():
             found = saved["counts"]["lengths"][f"{name}.timestamp"]
@@ -199,17 +207,45 @@ def _tasks(meter: Meter, rates: dict[str, float | None]) -> dict[str, dict]:
     return out
 
 
-def _batches(job: Job, loader: Loader, progress: Progress) -> Iterator[Batch]:
-    """Batches on the device until `total_steps`; between passes the tables start anew, since a second pass over the
-    same rows overfits them (Zhang et al., "Towards Understanding the Overfitting Phenomenon of Deep CTR", 2022)."""
-    while job.step < job.total_steps:
-        for batch in loader:
-            progress.count(batch)
-            yield batch.to(job.device, non_blocking=True)
-            if job.step >= job.total_steps:
-                return
-        progress.epoch += 1
-        job.embeddings.reinitialise(job.config.train.seed + progress.epoch)
+class Feed:
+    """Batches on the device, with their ids where these are distributed ahead, until `total_steps`.
+
+    Between passes the tables start anew, since a second pass over the same rows overfits them (Zhang et al., "Towards
+    Understanding the Overfitting Phenomenon of Deep CTR", 2022).
+    """
+
+    def __init__(self, job: Job, loader: Loader, progress: Progress) -> None:
+        self.job, self.loader, self.progress = job, loader, progress
+        self.read: deque[tuple[Batch, dict]] = deque()  # on the host, and where the loader stood
+        self.pipeline: Pipeline | None = None
+
+    def __iter__(self) -> Iterator[tuple[Batch, Distributed | None]]:
+        job, progress = self.job, self.progress
+        while job.step < job.total_steps:
+            for batch, ids in self._pass():
+                host, progress.position = self.read.popleft()
+                progress.count(host)
+                yield batch, ids
+            if job.step < job.total_steps:
+                progress.epoch += 1
+                job.embeddings.reinitialise(job.config.train.seed + progress.epoch)
+
+    def ahead(self) -> None:
+        """Called when the dense work of a batch is queued: the next ones get ready beside it."""
+        if self.pipeline is not None:
+            self.pipeline.ahead()
+
+    def _pass(self) -> Iterable[tuple[Batch, Distributed | None]]:
+        if not self.job.config.train.pipeline:
+            return ((batch.to(self.job.device, non_blocking=True), None) for batch in self._host())
+        self.pipeline = Pipeline(self._host(), self.job.embeddings, even=True)
+        return self.pipeline
+
+    def _host(self) -> Iterator[Batch]:
+        """The rest of this pass, as far as it is wanted."""
+        for batch in islice(self.loader, self.job.total_steps - self.job.step):
+            self.read.append((batch, self.loader.state_dict()))
+            yield batch
 
 
 def describe(job: Job) -> None:
@@ -225,6 +261,9 @@ def describe(job: Job) -> None:
         f"full histories, {job.total_steps:,} steps of {job.config.data.batch_size} samples on "
         f"{processes} x {job.device.type}"
     )
+    if job.embeddings.plan is not None:
+        print(f"tables over the ranks of a shard group, {job.config.mesh.resolve(processes).sparse_replica} copies")
+        print(job.embeddings.plan.describe())
 
 
 def table_bytes(job: Job) -> int:

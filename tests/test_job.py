@@ -99,7 +99,7 @@ def test_a_checkpoint_of_another_model_with_the_same_tensors_is_refused(data, tm
 
 def test_tables_of_a_later_pass_depend_on_the_seed(data):
     """The second pass started from the same tables whatever `train.seed` was."""
-    from opengem.train import Progress, _batches
+    from opengem.train import Feed, Progress
 
     rows = []
     for seed in (3, 4):
@@ -107,6 +107,6 @@ def test_tables_of_a_later_pass_depend_on_the_seed(data):
         job.total_steps = 1
         loader = job.loader(data, "train", training=True)
         loader.load_state_dict(loader.state_dict() | {"row": loader.num_rows})
-        next(_batches(job, loader, Progress.of(job)))
+        next(iter(Feed(job, loader, Progress.of(job))))
         rows.append(job.embeddings.state_dict()["weight"]["item"].clone())
     assert not torch.equal(*rows)

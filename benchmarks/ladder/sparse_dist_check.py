@@ -9,11 +9,14 @@ input pipeline the same bits. Time: lookup, a dense stand-in of `--dense-ms`, up
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
+import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -26,7 +29,10 @@ from opengem.config import SparseConfig
 from opengem.data.batch import Batch
 from opengem.data.schema import Feature, Label, Schema, Stream
 from opengem.jagged import Jagged
+from opengem.sparse import fully_sharded_2d, sharded
 from opengem.sparse.collection import EmbeddingCollection
+from opengem.sparse.fully_sharded_2d import FullyShardedTables
+from opengem.sparse.joined import JoinedCollections
 from opengem.sparse.pipeline import Pipeline
 from opengem.sparse.sharded import shard
 
@@ -79,7 +85,9 @@ def generations(world: int) -> dict[str, tuple[int, SparseConfig]]:
     plain = SparseConfig(dim=64, check_replicas=True)
     split = SparseConfig(dim=64, check_replicas=True, fully_shard=True)
     chunks = SparseConfig(dim=64, fully_shard=True, reads="chunks", chunk_mb=1)
-    return {"v1": (1, plain), "v2": (world, plain), "v3": (world, split), "v3 by chunks": (world, chunks)}
+    columns = SparseConfig(dim=64, placement={f"t{i}": "column" for i in range(TABLES)})
+    made = {"v1": (1, plain), "v2": (world, plain), "v3": (world, split), "v3 by chunks": (world, chunks)}
+    return made | {"v1 by columns": (1, columns)}
 
 
 @functools.cache
@@ -105,9 +113,12 @@ def check(say, rank: int, world: int, device: str) -> None:
         for piped in (False, True):
             made = shard(described, features, config, device, 0, meshes(copies))
             batches = [batch(rows, samples, step * world + rank, device) for step in range(20)]
-            source = Pipeline(batches, made) if piped else ((b, made(b)) for b in batches)
+            source = Pipeline(batches, made) if piped else ((b, made.distribute(b)) for b in batches)
             worst = 0.0
-            for step, (_, embedded) in enumerate(source):
+            for step, (_, ids) in enumerate(source):
+                embedded = made.lookup(ids)
+                if piped:
+                    source.ahead()
                 loss = loss_of(embedded, samples * world)
                 loss.backward()
                 made.step(0.05)
@@ -115,19 +126,24 @@ def check(say, rank: int, world: int, device: str) -> None:
                 dist.all_reduce(total)
                 worst = max(worst, abs(float(total) / wanted[step] - 1))
             made.check()
-            final.append(made.storage.weight.clone())
+            parts = made.parts if isinstance(made, JoinedCollections) else [made]
+            final.append(torch.cat([part.storage.weight.flatten() for part in parts]))
         say({"check": name, "world": world, "worst_relative_loss": worst, "pipeline_same_bits": torch.equal(*final),
              "ok": worst < 1e-5 and torch.equal(*final)})  # fmt: skip
 
 
 def make(name: str, rows: int, device: str, chunk_mb: int = 512):
     """(collection, bytes that it keeps on the device, measured)."""
-    copies, config = generations(dist.get_world_size())[name]
+    copies, config = generations(dist.get_world_size())[name.removesuffix(", parts in order")]
     config = dataclasses.replace(config, check_replicas=False, chunk_mb=chunk_mb)
     described = schema(rows)
     torch.cuda.empty_cache()
     begin = torch.cuda.memory_allocated()
+    turns = FullyShardedTables._turns
+    if name.endswith("in order"):
+        FullyShardedTables._turns = lambda self, ranks: [0] * self.chunks
     made = shard(described, list(described.features), config, device, 0, meshes(copies))
+    FullyShardedTables._turns = turns
     torch.cuda.synchronize()
     return made, torch.cuda.memory_allocated() - begin
 
@@ -151,41 +167,121 @@ def memory(say, rank: int, world: int, device: str) -> None:
         del made
 
 
-def time_steps(say, rank: int, world: int, device: str, dense_ms: float, timeline: Path | None) -> None:
-    """A step of each generation: lookup, a dense stand-in forward and backward, update; through the input pipeline."""
+# label -> (generation, ids ahead under the dense work, rows read ahead, exchanges that leave out a rank's own part)
+VARIANTS = {
+    "v2": ("v2", True, True, False),
+    "v3": ("v3", True, True, False),
+    "v3, parts in order": ("v3, parts in order", True, True, False),
+    "v3, not read ahead": ("v3", True, False, False),
+    "v3 by chunks": ("v3 by chunks", True, True, False),
+    "v3 by chunks, not read ahead": ("v3 by chunks", True, False, False),
+    "v1": ("v1", True, True, False),
+    "v2, ids before the dense work": ("v2", False, True, False),
+    "v3, ids before the dense work": ("v3", False, False, False),
+    "v2, own part copied": ("v2", True, True, True),
+    "v3, own part copied": ("v3", True, True, True),
+    "v1 by columns": ("v1 by columns", True, True, False),
+}
+
+
+def exchange_with_others(values, sent, received, group):
+    """`mesh.exchange` in which what a rank sends itself is a copy."""
+    me, ranks = group.rank(), group.size()
+    first, begin = sum(sent[:me]), sum(received[:me])
+    rest = torch.cat([values[:first], values[first + sent[me] :]])
+    others = [0 if r == me else 1 for r in range(ranks)]
+    sends, takes = ([n * m for n, m in zip(counts, others, strict=True)] for counts in (sent, received))
+    came = rest.new_empty(sum(takes), *values.shape[1:])
+    dist.all_to_all_single(came, rest, takes, sends, group=group)
+    return torch.cat([came[:begin], values[first : first + sent[me]], came[begin:]])
+
+
+@contextlib.contextmanager
+def variant(rows_ahead: bool, copied: bool):
+    """Inside the block fully sharded tables read ahead or not, and exchanges are of one or the other kind."""
+    saved = FullyShardedTables.read_ahead, sharded.exchange, fully_sharded_2d.exchange
+    if not rows_ahead:
+        FullyShardedTables.read_ahead = lambda self, request, dtype, learning: request
+    if copied:
+        sharded.exchange = fully_sharded_2d.exchange = exchange_with_others
+    yield
+    FullyShardedTables.read_ahead, sharded.exchange, fully_sharded_2d.exchange = saved
+
+
+def steps(made, batches: list[Batch], count: int, products: int, ids_under: bool, a) -> list[torch.cuda.Event]:
+    """Lookup, a dense stand-in of `products` matrix products, backward, update; an event at the start of each step."""
+    marks, pipe = [], Pipeline([batches[i % len(batches)] for i in range(count)], made, even=True)
+    for _, ids in pipe:
+        marks.append(torch.cuda.Event(enable_timing=True))
+        marks[-1].record()
+        embedded = made.lookup(ids)
+        if not ids_under:
+            pipe.ahead()
+        for _ in range(products):
+            a @ a
+        pipe.ahead()
+        loss_of(embedded, batches[0].batch_size).backward()
+        made.step(0.05)
+    torch.cuda.synchronize()
+    return marks
+
+
+def time_steps(say, rank: int, world: int, device: str, dense_ms: float, labels: list[str], repeats: int = 3) -> None:
+    """The variants in turn, several times over; medians over all steps of a variant."""
     rows, samples = 2_000_000, 1024
     a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
     batches = [batch(rows, samples, step * world + rank, device) for step in range(8)]
-    for name in generations(world):
-        made, persistent = make(name, rows, device)
-        torch.cuda.reset_peak_memory_stats()
-        begin = torch.cuda.memory_allocated()
+    made = {name: make(name, rows, device)[0] for name in dict.fromkeys(VARIANTS[label][0] for label in labels)}
+    times: dict[str, list[float]] = {label: [] for label in labels}
+    for _ in range(repeats):
+        for label in labels:
+            name, ids_under, rows_ahead, copied = VARIANTS[label]
+            with variant(rows_ahead, copied):
+                marks = steps(made[name], batches, 16, int(dense_ms / 1.5), ids_under, a)
+            times[label] += [x.elapsed_time(y) for x, y in zip(marks[3:], marks[4:], strict=False)]
+    for label in labels:
+        low, middle, high = statistics.quantiles(times[label], n=4)
+        base = statistics.median(times["v2"]) if "v2" in times else None
+        say({"time": label, "world": world, "step_ms": middle, "spread": (high - low) / middle,
+             "over_v2": base and middle / base - 1})  # fmt: skip
 
-        def steps(count: int, products: int, made=made) -> list[torch.cuda.Event]:
+
+def timeline(rank: int, world: int, device: str, dense_ms: float, labels: list[str], folder: Path) -> None:
+    rows, samples = 2_000_000, 1024
+    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    batches = [batch(rows, samples, step * world + rank, device) for step in range(4)]
+    for label in labels:
+        name, ids_under, rows_ahead, copied = VARIANTS[label]
+        made = make(name, rows, device)[0]
+        with variant(rows_ahead, copied):
+            steps(made, batches, 4, 4, ids_under, a)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+                steps(made, batches, 5, int(dense_ms / 1.5), ids_under, a)
+        write_timeline(profiler, folder / f"timeline_{label.replace(' ', '_').replace(',', '')}_{rank}.json")
+        del made
+
+
+def exchanges(say, rank: int, world: int, device: str) -> None:
+    """What one exchange of `mib` MiB a rank, half of it its own, costs alone; and the all-gather of as much."""
+    group = dist.new_group()
+    for mib in (2, 12, 48):
+        rows = mib * 4096
+        values, whole = torch.randn(rows, 64, device=device), torch.empty(rows * world, 64, device=device)
+        counts = [rows // world] * world
+        kinds = {
+            "all_to_all": lambda: mesh.exchange(values, counts, counts, group),  # noqa: B023
+            "own part copied": lambda: exchange_with_others(values, counts, counts, group),  # noqa: B023
+            "all_gather": lambda: mesh.all_gather(whole, values, group=group),  # noqa: B023
+        }
+        for kind, call in kinds.items():
             marks = []
-            for _, embedded in Pipeline([batches[i % 8] for i in range(count)], made):
+            for _ in range(12):
                 marks.append(torch.cuda.Event(enable_timing=True))
                 marks[-1].record()
-                for _ in range(products):
-                    a @ a
-                loss_of(embedded, samples).backward()
-                made.step(0.05)
+                call()
             torch.cuda.synchronize()
-            return marks
-
-        for products in (int(dense_ms / 1.5), 0):
-            marks = steps(24, products)
-            times = sorted(x.elapsed_time(y) for x, y in zip(marks[4:], marks[5:], strict=False))
-            peak = torch.cuda.max_memory_allocated() - begin
-            say({"time": name, "world": world, "products": products, "step_ms": times[len(times) // 2],
-                 "spread": times[-2] / times[1] - 1, "persistent_bytes": persistent,
-                 "peak_beside_bytes": peak})  # fmt: skip
-        if timeline is not None and name in ("v2", "v3"):
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-                steps(5, int(dense_ms / 1.5))
-            if rank == 0:
-                write_timeline(profiler, timeline / f"timeline_{name}.json")
-        del made, steps  # the function keeps the tables too
+            times = sorted(x.elapsed_time(y) for x, y in zip(marks[3:], marks[4:], strict=False))
+            say({"exchange": kind, "world": world, "mib": mib, "ms": times[len(times) // 2]})
 
 
 def write_timeline(profiler, path: Path) -> None:
@@ -202,21 +298,28 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--dense-ms", type=float, default=30.0)
+    parser.add_argument("--parts", nargs="+", default=["check", "memory", "time", "exchanges"])
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
     parser.add_argument("--timeline", type=Path, help="folder for what ran on the device in steps of V2 and V3")
     arguments = parser.parse_args()
     rank, world = mesh.start("cuda", timeout_s=60)
-    device = f"cuda:{torch.cuda.current_device()}"
+    device, begin = f"cuda:{torch.cuda.current_device()}", time.perf_counter()
 
     def say(row: dict) -> None:
         if rank == 0:
+            row |= {"at": round(time.perf_counter() - begin, 1)}
             print(json.dumps(row), flush=True)
             with open(arguments.out, "a") as file:
                 file.write(json.dumps(row) + "\n")
 
     with mesh.fail_together():
-        check(say, rank, world, device)
-        memory(say, rank, world, device)
-        time_steps(say, rank, world, device, arguments.dense_ms, arguments.timeline)
+        for part in arguments.parts:
+            if part == "time":
+                time_steps(say, rank, world, device, arguments.dense_ms, arguments.variants)
+            else:
+                {"check": check, "memory": memory, "exchanges": exchanges}[part](say, rank, world, device)
+        if arguments.timeline:
+            timeline(rank, world, device, arguments.dense_ms, ["v2", "v3"], arguments.timeline)
         dist.barrier()
     dist.destroy_process_group()
 

@@ -21,24 +21,26 @@ from opengem.sparse.lookup import triton as kernels
 
 SCALARS = (0.01, 1e-8, 1.0, 0.9, 0.999, 1.0, 1.0)
 FORWARD = [{"tile": tile} for tile in [(256, 1), (512, 1), (512, 2), (1024, 1), (2048, 2)]]
-# (CUT, short tile, long tile, programs an SM of the short kernel)
+# (CUT, SHORT, elements of a short tile or 0 for the default, of a long one, programs an SM, short and long together,
+# short pieces a visit)
 UPDATE = [
-    (128, None, (512, 1), 256),
-    (128, None, (256, 1), 32),
-    (128, (256, 1), (1024, 1), 64),
-    (128, (512, 1), (512, 1), 1024),
-    (128, (128, 1), (512, 2), 256),
-    (256, None, (512, 1), 128),
-    (64, None, (512, 1), 128),
+    (128, 2, 0, 512, 256, True, 1),
+    (128, 2, 0, 512, 256, True, 16),
+    (128, 2, 0, 512, 256, True, 32),
+    (128, 2, 0, 512, 256, True, 64),
+    (128, 2, 256, 512, 256, True, 32),
+    (128, 2, 0, 512, 64, True, 32),
+    (128, 4, 0, 512, 256, True, 32),
+    (128, 2, 0, 512, 256, False, 32),
 ]
 
 
 def update(group, order, batch: int, step: int, options: tuple) -> None:
-    _, short, long, programs = options
+    _, _, short, long, programs, together, visit = options
     kernels.update(
         group.weight, group.state["moment"], None, group.grads[: group.outputs(batch)], order.keys, order.source,
         order.coefficients, *order.pieces, order.span, group.rounding.at_step(step), "adagrad", SCALARS, short=short,
-        long=long, programs_per_sm=programs,
+        long=long, programs_per_sm=programs, together=together, visit=visit,
     )  # fmt: skip
 
 
@@ -77,19 +79,17 @@ def forward_variants(say, groups) -> None:
 
 
 def update_variants(say, groups) -> None:
-    names = ["update_short_kernel", "update_long_kernel", "combine_kernel"]
     for options in UPDATE:
-        kernels.CUT = options[0]
+        kernels.CUT, kernels.SHORT = options[:2]
         orders = [bench.sort(groups, i) for i in range(2)]
 
         def step(i: int, orders=orders, options=options) -> None:
             for group, order in zip(groups, orders[i % 2], strict=True):
                 update(group, order, i % 2, i + 1, options)
 
-        say({"update": options, **profiled(step, names, groups)})
-        ms = bench.timed(step, 6)[0]
+        ms = bench.timed(step, 8)[0]
         say({"update": options, "ms": ms})
-    kernels.CUT = UPDATE[0][0]
+    kernels.CUT, kernels.SHORT = UPDATE[0][:2]
 
 
 def sort_variants(say, groups) -> None:
@@ -111,12 +111,12 @@ def warm(part: int, parts: int) -> None:
         groups = bench.make(dtype, 0.001, torch.device("cuda"), batches=1)
         chosen = [g for g in groups if g.kind in ("weighted", "none")]
         for options in UPDATE:
-            kernels.CUT = options[0]
+            kernels.CUT, kernels.SHORT = options[:2]
             for group in chosen:
                 number += 1
                 if number % parts == part:
                     update(group, bench.sort([group], 0)[0], 0, 1, options)
-        kernels.CUT = UPDATE[0][0]
+        kernels.CUT, kernels.SHORT = UPDATE[0][:2]
         for options in FORWARD:
             for group in groups[2:]:  # sum, weighted, none of some width
                 number += 1
@@ -128,23 +128,25 @@ def warm(part: int, parts: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--case", default="gem_fp32_rows.5")
+    parser.add_argument("--case", nargs="+", default=["gem_fp32_rows.5"])
     parser.add_argument("--warm", type=int, nargs=2)
     parser.add_argument("--parts", nargs="+", default=["sort", "update", "forward"])
     arguments = parser.parse_args()
     if arguments.warm:
         return warm(*arguments.warm)
     begin = time.perf_counter()
-    groups = bench.make(*bench.CASES[arguments.case], torch.device("cuda"), batches=2)
+    for case in arguments.case:
+        groups = bench.make(*bench.CASES[case], torch.device("cuda"), batches=2)
 
-    def say(row: dict) -> None:
-        with open(arguments.out, "a") as file:
-            file.write(json.dumps({"case": arguments.case, "at": round(time.perf_counter() - begin, 1), **row}) + "\n")
+        def say(row: dict, case=case) -> None:
+            with open(arguments.out, "a") as file:
+                file.write(json.dumps({"case": case, "at": round(time.perf_counter() - begin, 1), **row}) + "\n")
 
-    say({"made": True, "fwd_bwd_bytes": bench.least_bytes(groups)})
-    parts = {"sort": sort_variants, "update": update_variants, "forward": forward_variants}
-    for name in arguments.parts:
-        parts[name](say, groups)
+        say({"made": True, "fwd_bwd_bytes": bench.least_bytes(groups)})
+        for name in arguments.parts:
+            {"sort": sort_variants, "update": update_variants, "forward": forward_variants}[name](say, groups)
+        del groups
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

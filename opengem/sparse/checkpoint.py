@@ -13,14 +13,15 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 
 class TableRows(Tensor):
-    """The rows of a global tensor `[rows, ...]` that this process stores; a tensor only in its shape and dtype."""
+    """The parts of a global tensor that this process stores; a tensor only in its shape and dtype."""
 
-    runs: dict[int, Tensor]
+    runs: dict[tuple[int, ...], Tensor]
 
     @staticmethod
-    def __new__(cls, rows: int, like: Tensor, runs: dict[int, Tensor]) -> TableRows:
-        """like: any tensor of the same dtype and width. runs: first row -> view of the live tensor, maybe none."""
-        made = Tensor._make_wrapper_subclass(cls, (rows, *like.shape[1:]), dtype=like.dtype, device=like.device)
+    def __new__(cls, shape: tuple[int, ...], like: Tensor, runs: dict[tuple[int, ...], Tensor]) -> TableRows:
+        """shape: of the whole. like: any tensor of its dtype. runs: (first row, first column, if any) -> view of the
+        live tensor, maybe none."""
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
         made.runs = runs
         return made
 
@@ -39,8 +40,7 @@ class TableRows(Tensor):
         ]  # fmt: skip
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        zeros = [0] * (len(self.shape) - 1)
-        return [ChunkStorageMetadata(torch.Size([first, *zeros]), view.shape) for first, view in self.runs.items()]
+        return [ChunkStorageMetadata(torch.Size(first), view.shape) for first, view in self.runs.items()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return self.runs[index.offset[0]]
+        return self.runs[tuple(index.offset)]

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -25,6 +25,7 @@ from opengem.jagged import Jagged
 from opengem.kernels.adamw.op import clear
 from opengem.sparse.checkpoint import TableRows
 from opengem.sparse.lookup.reference import sum_bags
+from opengem.sparse.plan import Plan
 from opengem.sparse.table import Piece, Request, Tables
 
 
@@ -107,6 +108,8 @@ class IdReader:
 
     def check(self) -> None:
         """Raise UserError if any id since the last check was out of range (a host sync on a GPU)."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # ids may have been read on another stream
         at, wrong = self.bad.tolist()
         if at >= 0:
             self.bad = torch.full_like(self.bad, -1)
@@ -226,6 +229,7 @@ class EmbeddingCollection:
         first = {piece.table: piece.at for piece in whole}
         self.first = torch.tensor([first[slot.table] for slot in self.slots], device=device, dtype=torch.int64)
         self.pending: list[tuple[Distributed, Leaves]] = []
+        self.plan: Plan | None = None  # of the shard group, over several processes
         self.reinitialise(seed)
 
     def __call__(self, batch: Batch) -> Embedded:
@@ -237,6 +241,15 @@ class EmbeddingCollection:
         inputs, slot, rows = self.reader(batch)
         route = self.router.send_ids(rows + self.first[slot])
         return Distributed(inputs, route, self.storage.request(route.rows, torch.is_grad_enabled()))
+
+    def read_ahead(self, ids: Distributed, current: Distributed | None) -> Distributed:
+        """Read what `ids` ask for before the next update, where the storage gains by it; `lookup` then reads again the
+        rows that the update changed. current: the batch that trains. Nothing but that update may come in between."""
+        if not self.pending:
+            return ids
+        learning = [*(pending.request for pending, _ in self.pending), *([current.request] if current else [])]
+        dtype = self.pending[-1][1].empty.dtype
+        return replace(ids, request=self.storage.read_ahead(ids.request, dtype, learning))
 
     def lookup(self, ids: Distributed) -> Embedded:
         """The second half of a call."""
@@ -301,11 +314,14 @@ class EmbeddingCollection:
     def _parts(self, tensor: Tensor) -> dict[str, Tensor]:
         if isinstance(self.router, LocalRouter):
             return {piece.table: piece.of(tensor) for piece in self.storage.pieces}
-        runs: dict[str, dict[int, Tensor]] = {name: {} for name in self.rows}
+        columns = self.storage.columns
+        width = () if tensor.dim() == 1 else (self.dim,)
+        zero = () if tensor.dim() == 1 else (columns.first if columns else 0,)
+        runs: dict[str, dict[tuple[int, ...], Tensor]] = {name: {} for name in self.rows}
         for piece in self.storage.pieces:
             if piece.rows:
-                runs[piece.table][piece.first] = piece.of(tensor)
-        return {name: TableRows(rows, tensor, runs[name]) for name, rows in self.rows.items()}
+                runs[piece.table][piece.first, *zero] = piece.of(tensor)
+        return {name: TableRows((rows, *width), tensor, runs[name]) for name, rows in self.rows.items()}
 
     def gather(self) -> dict[str, dict[str, Tensor]]:
         """Copies of whole tables on every process, as `state_dict` of one: to look at, where they fit."""
@@ -314,11 +330,20 @@ class EmbeddingCollection:
         return {**state, "step": {"updates": torch.tensor(self.storage.updates)}}
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
-        own = tensor.new_zeros(self.rows[name], *tensor.shape[1:])
+        own = tensor.new_zeros(self.rows[name], *(() if tensor.dim() == 1 else (self.dim,)))
+        columns, mine = self.storage.columns, self.storage.first_copy()
+        if columns and tensor.dim() == 1:
+            mine &= columns.first == 0  # all ranks that share a row keep its moment
         for piece in self.storage.pieces:
-            if piece.table == name and self.storage.first_copy():
-                own[piece.first : piece.first + piece.rows] = piece.of(tensor)
+            if piece.table == name and mine:
+                self._part_of(own, piece).copy_(piece.of(tensor))
         return self.router.gather(own)
+
+    def _part_of(self, whole: Tensor, piece: Piece) -> Tensor:
+        """What this storage keeps of `piece`, in a whole table."""
+        part, columns = whole.narrow(0, piece.first, piece.rows), self.storage.columns
+        cut = columns is not None and whole.dim() > 1
+        return part.narrow(1, columns.first, self.storage.weight.shape[1]) if cut else part
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
         """Take over a `state_dict` of this collection that was loaded in place, or copy in whole tables.
@@ -333,7 +358,7 @@ class EmbeddingCollection:
             for kind, tensor in (("weight", self.storage.weight), ("moment", self.storage.moment)):
                 given = state[kind][piece.table]
                 if not isinstance(given, TableRows):
-                    piece.of(tensor).copy_(given[piece.first : piece.first + piece.rows])
+                    piece.of(tensor).copy_(self._part_of(given, piece))
         self.storage.updates = int(state["step"]["updates"])
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from opengem.data.batch import Batch, Embedded
 from opengem.sparse.collection import Distributed, EmbeddingCollection
+from opengem.sparse.plan import Plan
 
 
 class JoinedCollections:
@@ -14,12 +15,17 @@ class JoinedCollections:
 
     def __init__(self, parts: list[EmbeddingCollection]) -> None:
         self.parts, self.device = parts, parts[0].device
+        self.plan: Plan | None = None
 
     def __call__(self, batch: Batch) -> Embedded:
         return self.lookup(self.distribute(batch))
 
     def distribute(self, batch: Batch) -> list[Distributed]:
         return [part.distribute(batch) for part in self.parts]
+
+    def read_ahead(self, ids: list[Distributed], current: list[Distributed] | None) -> list[Distributed]:
+        now = current or [None] * len(ids)
+        return [part.read_ahead(*own) for part, *own in zip(self.parts, ids, now, strict=True)]
 
     def lookup(self, ids: list[Distributed]) -> Embedded:
         sequences, features = {}, {}

@@ -88,12 +88,12 @@ class Rounding:
         """(starts, shifts, 31-bit key of that step)."""
         return self.starts, self.shifts, _mix(key("round") ^ (step & _LOW)) >> 1
 
-    def __call__(self, values: Tensor, rows: Tensor, dtype: torch.dtype, step: int) -> Tensor:
-        """float32 `values` `[N, D]` of rows int64 `[N]` of the matrix, in `dtype`."""
+    def __call__(self, values: Tensor, rows: Tensor, dtype: torch.dtype, step: int, first_column: int = 0) -> Tensor:
+        """float32 `values` `[N, D]`, columns from `first_column` on, of rows int64 `[N]` of the matrix, in `dtype`."""
         if dtype == torch.float32:
             return values
         starts, shifts, step_key = self.at_step(step)
         drawn = bits(step_key, rows + shifts[torch.searchsorted(starts, rows, right=True) - 1])
-        columns = torch.arange(values.shape[1], device=rows.device) * 0x9E3779B9
+        columns = torch.arange(first_column, first_column + values.shape[1], device=rows.device) * 0x9E3779B9
         x = (drawn[:, None] + columns) & _LOW
         return stochastic_round(values, dtype, (x ^ (x >> 16)) * 0x7FEB352D & _LOW)

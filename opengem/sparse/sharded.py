@@ -16,8 +16,9 @@ from torch import Tensor
 
 from opengem.config import SparseConfig
 from opengem.data.schema import Feature, Schema
+from opengem.errors import UserError
 from opengem.kernels.jagged_ops.op import gather_rows
-from opengem.mesh import Mesh, exchange, swap_counts
+from opengem.mesh import Mesh, all_gather, exchange, ranks_per_node, swap_counts
 from opengem.sparse.collection import (
     EmbeddingCollection,
     LocalRouter,
@@ -30,16 +31,16 @@ from opengem.sparse.collection import (
 from opengem.sparse.fully_sharded_2d import FullyShardedTables
 from opengem.sparse.joined import JoinedCollections
 from opengem.sparse.plan import Plan, plan
-from opengem.sparse.sharded_2d import Copies, ReplicatedTables
-from opengem.sparse.table import Duplicates, Tables
+from opengem.sparse.sharded_2d import Copies, ReplicatedTables, gather_uneven
+from opengem.sparse.table import Columns, Duplicates, Piece, Tables
 
 
 def shard(
     schema: Schema, features: list[Feature], config: SparseConfig, device: torch.device | str, seed: int, mesh: Mesh,
-    placement: dict[str, str] | None = None) -> EmbeddingCollection | JoinedCollections:
+) -> EmbeddingCollection | JoinedCollections:
     """The collection of `mesh.sparse`: V1 when sparse_replica is 1, else V2, or V3 with `config.fully_shard`.
 
-    Collective: every rank calls it with equal arguments. placement: table -> kind, to decide by hand (`plan`).
+    Collective: every rank calls it with equal arguments.
     """
     slots = slots_of(schema, features, config.max_rows)
     rows = table_rows(slots)
@@ -47,29 +48,47 @@ def shard(
     copies = Copies(*(axes.get_group("sparse_replica") for axes in (mesh.sparse, mesh.ids)))
     row_bytes = config.dim * row_dtype(config).itemsize + 4
     load = {name: float(sum(slot.table == name for slot in slots)) for name in rows}
+    node = _in_a_node(group.size(), copies.group.size())
     made = plan(
-        rows, group.size(), row_bytes=row_bytes, load=load, placement=placement, copy_rows=config.copy_rows
-    )
+        rows, group.size(), row_bytes=row_bytes, load=load, ranks_per_node=node, placement=config.placement,
+        copy_rows=config.copy_rows,
+    )  # fmt: skip
     numbers = {piece.table: piece.at for piece in pieces_of(rows)}
     options = {"eps": config.eps, "dtype": row_dtype(config), "numbers": numbers}
     arguments, parts = (schema, features, config, device, seed), []
-    copied = {name: n for name, n in rows.items() if made.placement[name] == "copy"}
-    if len(copied) < len(rows):
-        sharded = {name: n for name, n in rows.items() if name not in copied}
+    copied, columns = (
+        {name: n for name, n in rows.items() if made.placement[name] == kind} for kind in ("copy", "column")
+    )
+    sharded = {name: n for name, n in rows.items() if name not in copied | columns}
+    if sharded:
         router = AllToAllRouter(sharded, made, group, id_group, device)
-        storage = _storage(made, config, device, group.rank(), copies, options)
+        storage = _storage(list(made.pieces[group.rank()]), config.dim, config, device, copies, options)
         parts.append(EmbeddingCollection(*arguments, router, storage, sharded))
+    if columns:
+        width, cut = config.dim // group.size(), options | {"columns": columns_of(config.dim, group)}
+        storage = _storage(pieces_of(columns), width, config, device, copies, cut)
+        parts.append(EmbeddingCollection(*arguments, ColumnRouter(group, id_group), storage, columns))
     if copied:
         everyone, shape = Copies(dist.group.WORLD, dist.new_group()), (sum(copied.values()), config.dim, device)
         storage = ReplicatedTables(pieces_of(copied), *shape, everyone, "exact", **options)
         parts.append(EmbeddingCollection(*arguments, CopyRouter(), storage, copied))
-    return parts[0] if len(parts) == 1 else JoinedCollections(parts)
+    collection = parts[0] if len(parts) == 1 else JoinedCollections(parts)
+    collection.plan = made
+    return collection
+
+
+def _in_a_node(ranks: int, copies: int) -> int:
+    """Of the ranks of a shard group, those of one node (0: all, or they do not fill whole nodes); copies are
+    neighbours."""
+    inside = max(ranks_per_node() // copies, 1)
+    return inside if ranks % inside == 0 else 0
 
 
 def _storage(
-    made: Plan, config: SparseConfig, device: torch.device | str, rank: int, copies: Copies, options: dict) -> Tables:
-    """What rank `rank` of a shard group keeps."""
-    shape = (list(made.pieces[rank]), made.rows(rank), config.dim, device)
+    pieces: list[Piece], dim: int, config: SparseConfig, device: torch.device | str, copies: Copies, options: dict
+) -> Tables:
+    """Where this rank keeps `pieces` of its shard group, in one of the three generations."""
+    shape = (pieces, sum(piece.rows for piece in pieces), dim, device)
     if config.fully_shard:
         chunk_bytes = config.chunk_mb << 20
         return FullyShardedTables(*shape, copies, config.replicas, config.reads, chunk_bytes, **options)
@@ -78,14 +97,24 @@ def _storage(
     return Tables(*shape, **options)
 
 
-class CopyRouter(LocalRouter):
-    """For tables of which every process holds a copy: no id or vector travels (gradients do in the storage)."""
+class Everywhere:
+    """What all processes of the job do together, however ids are routed."""
 
     def agree(self, flag: Tensor) -> Tensor:
-        return agree_everywhere(flag)
+        """0-dim bool: whether `flag` holds on all."""
+        votes = flag.to(torch.int32)
+        dist.all_reduce(votes, dist.ReduceOp.MIN)
+        return votes.bool()
 
     def gather(self, own: Tensor) -> Tensor:
-        return sum_everywhere(own)
+        """The sum over all, of rows that one of them has and the others hold as 0: exact."""
+        whole = own.float()
+        dist.all_reduce(whole)
+        return whole.to(own.dtype)
+
+
+class CopyRouter(Everywhere, LocalRouter):
+    """For tables of which every process holds a copy: no id or vector travels (gradients do in the storage)."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +126,7 @@ class RemoteRoute(Route):
     received: list[int]
 
 
-class AllToAllRouter:
+class AllToAllRouter(Everywhere):
     """Sends each distinct row number to the rank that keeps it; vectors and gradients travel the same way.
 
     Every method is collective over `group` (ids: `id_group`, the same ranks); a rank without ids takes part with empty
@@ -136,22 +165,52 @@ class AllToAllRouter:
     def grads(self, route: RemoteRoute, grads: Tensor) -> Tensor:
         return exchange(route.ids.sum(grads), route.sent, route.received, self.group)
 
-    def agree(self, flag: Tensor) -> Tensor:
-        return agree_everywhere(flag)
 
-    def gather(self, own: Tensor) -> Tensor:
-        return sum_everywhere(own)
+@dataclass(frozen=True)
+class ColumnRoute(Route):
+    """ids: the ids of this rank. counts: how many distinct ones each rank has, host ints; `rows` are those of all."""
 
-
-def agree_everywhere(flag: Tensor) -> Tensor:
-    """0-dim bool: whether `flag` holds on all processes of the job."""
-    votes = flag.to(torch.int32)
-    dist.all_reduce(votes, dist.ReduceOp.MIN)
-    return votes.bool()
+    ids: Duplicates
+    counts: list[int]
 
 
-def sum_everywhere(own: Tensor) -> Tensor:
-    """The sum over all processes of the job, of rows that one of them has and the others hold as 0: exact."""
-    whole = own.float()
-    dist.all_reduce(whole)
-    return whole.to(own.dtype)
+class ColumnRouter(Everywhere):
+    """For tables of which every rank of the group keeps some columns: each distinct row number goes to all ranks, parts
+    of vectors and gradients to and fro.
+
+    However hot a row is, its bytes come from all ranks alike; the price is that every id goes to every rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, id_group: dist.ProcessGroup) -> None:
+        self.group, self.id_group = group, id_group
+
+    def send_ids(self, rows: Tensor) -> ColumnRoute:
+        ids = Duplicates.of(rows)
+        counts = rows.new_empty(self.id_group.size())
+        all_gather(counts, rows.new_tensor([ids.distinct.shape[0]]), group=self.id_group)
+        counts = counts.tolist()
+        return ColumnRoute(gather_uneven(ids.distinct, counts, self.id_group), ids, counts)
+
+    def vectors(self, route: ColumnRoute, found: Tensor) -> Tensor:
+        """found: `[M, dim / ranks]`, these columns of the rows that any rank asked for."""
+        ranks, own = len(route.counts), route.ids.distinct.shape[0]
+        parts = exchange(found, route.counts, [own] * ranks, self.group)
+        whole = parts.view(ranks, own, found.shape[1]).transpose(0, 1).reshape(own, ranks * found.shape[1])
+        return gather_rows(whole, route.ids.inverse)
+
+    def grads(self, route: ColumnRoute, grads: Tensor) -> Tensor:
+        ranks, own = len(route.counts), route.ids.distinct.shape[0]
+        width = grads.shape[1] // ranks
+        parts = route.ids.sum(grads).view(own, ranks, width).transpose(0, 1).reshape(ranks * own, width)
+        return exchange(parts, [own] * ranks, route.counts, self.group)
+
+
+def columns_of(dim: int, group: dist.ProcessGroup) -> Columns:
+    """The part of this rank, when the ranks of the group share rows of width `dim` evenly."""
+    ranks = group.size()
+    if dim % ranks:
+        raise UserError(
+            f"plan: {dim} columns (sparse.dim) cannot be shared evenly by {ranks} ranks; place the tables otherwise, "
+            f"or choose a sparse.dim that is a multiple of {ranks}"
+        )
+    return Columns(dim // ranks * group.rank(), dim, group)

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opengem.mesh import all_gather, assert_equal
-from opengem.sparse.lookup import op
 from opengem.sparse.table import Duplicates, Piece, Request, Tables
 
 
@@ -61,8 +60,7 @@ class ReplicatedTables(Tables):
         all_gather(counts, rows.new_tensor([distinct.distinct.shape[0]]), group=self.copies.id_group)
         counts = counts.tolist()
         joined = gather_uneven(distinct.distinct, counts, self.copies.id_group)
-        joined = Request(joined, op.sort_rows(self.weight, joined))
-        return CopyRequest(Request(rows, None), distinct, counts, joined)
+        return CopyRequest(Request(rows, None), distinct, counts, super().request(joined, learn))
 
     def lookup(self, request: CopyRequest, dtype: torch.dtype) -> Tensor:
         return super().lookup(request.own, dtype)

@@ -204,84 +204,60 @@ def _gradients(grads, origin, column, live, DIM: tl.constexpr):
 
 
 @triton.jit
-def _begin_and_length(starts, piece, pieces):
-    begin = tl.load(starts + piece, mask=piece < pieces, other=0)
-    return begin, tl.load(starts + piece + 1, mask=piece < pieces, other=0) - begin
-
-
-@triton.jit
-def _neighbours(keys, source, begin, length, first, last, SHORT: tl.constexpr):
-    """What short pieces need besides their place: the key of each, the keys around it, its sources."""
-    live = (length > 0) & (length <= SHORT)
-    key = tl.load(keys + begin, mask=live, other=0)
-    before = tl.load(keys + begin - 1, mask=live & (begin > first), other=-1)
-    after = tl.load(keys + begin + length, mask=live & (begin + length < last), other=-1)
-    origin = tl.load(source + begin, mask=live, other=0)
-    second_origin = tl.load(source + begin + 1, mask=live & (length > 1), other=0)
-    return key, before, after, origin, second_origin
-
-
-@triton.jit(do_not_specialize=["first", "last", "base", "key", "num_runs"])
-def update_short_kernel(
-    weight, moment, first_moment, grads, keys, source, coefficients, starts, numbers, partials, first, last, base,
-    run_starts, run_shifts, key, num_runs,
+def _update_short(
+    program, programs, weight, moment, first_moment, grads, keys, source, coefficients, starts, numbers, partials,
+    first, last, base, run_starts, run_shifts, key, num_runs,
     lr, eps, moment_scale, beta1, beta2, correction1, correction2,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, PIECES: tl.constexpr, CUT: tl.constexpr, SHORT: tl.constexpr,
-    WEIGHTED: tl.constexpr, OPTIMISER: tl.constexpr, ROUND: tl.constexpr, SEARCH: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, PIECES: tl.constexpr, VISIT: tl.constexpr, CUT: tl.constexpr,
+    SHORT: tl.constexpr, WEIGHTED: tl.constexpr, OPTIMISER: tl.constexpr, ROUND: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
-    """PIECES short pieces (of at most two) at a time: sum their gradients; step the row of a whole segment, keep the
-    others' sums. Where the next pieces begin is loaded two tiles ahead, their keys and sources one ahead."""
+    """PIECES short pieces at a time: sum their gradients; step the row of a whole segment, keep the others' sums.
+    VISIT neighbours one after the other, so that what a tile loads of the lists is in the L1 for the next."""
     low = tl.load(numbers + first) - 1
     pieces = tl.load(numbers + last - 1)
     column = tl.arange(0, BLOCK_D)
     live_column = (column < DIM)[None, :]
-    stride = tl.num_programs(0) * PIECES
-    piece = low + tl.program_id(0) * PIECES + tl.arange(0, PIECES)
-    begin, length = _begin_and_length(starts, piece, pieces)
-    row_key, before, after, origin, second_origin = _neighbours(keys, source, begin, length, first, last, SHORT)
-    next_begin, next_length = _begin_and_length(starts, piece + stride, pieces)
-    for _ in range(low + tl.program_id(0) * PIECES, pieces, stride):
-        live = (length > 0) & (length <= SHORT)
-        is_first = before != row_key
-        whole = live & is_first & (after != row_key)
-        row = row_key.to(tl.int64) - base
-        mask = whole[:, None] & live_column
-        old = tl.load(weight + row[:, None] * DIM + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        acc = _gradients(grads, origin, column, live, DIM)
-        other = _gradients(grads, second_origin, column, live & (length > 1), DIM)
-        second = tl.load(moment + row, mask=whole, other=0.0) if OPTIMISER != "sgd" else 0.0
-        if WEIGHTED:
-            factor = tl.load(coefficients + begin - first, mask=live, other=0.0)
-            second_factor = tl.load(coefficients + begin - first + 1, mask=live & (length > 1), other=0.0)
-        slot = (begin // CUT - first // CUT).to(tl.int64) * 2 + is_first.to(tl.int64)
-        row_key, before, after, origin, second_origin = _neighbours(
-            keys, source, next_begin, next_length, first, last, SHORT
-        )
-        begin, length = next_begin, next_length
-        piece += stride
-        next_begin, next_length = _begin_and_length(starts, piece + stride, pieces)
-        if WEIGHTED:
-            acc *= factor[:, None]
-            other *= second_factor[:, None]
-        acc += other
-        rest = (live & (whole == 0))[:, None] & live_column
-        tl.store(partials + slot[:, None] * DIM + column[None, :], acc, mask=rest)
-        _apply(
-            acc, row, column, whole, old, second, weight, moment, first_moment, run_starts, run_shifts, key, num_runs,
-            lr, eps, moment_scale, beta1, beta2, correction1, correction2, DIM, OPTIMISER, ROUND, SEARCH,
-        )  # fmt: skip
+    for index in range(low // VISIT + program, tl.cdiv(pieces, VISIT), programs):
+        for part in range(0, VISIT, PIECES):
+            piece = index * VISIT + part + tl.arange(0, PIECES)
+            inside = (piece >= low) & (piece < pieces)
+            begin = tl.load(starts + piece, mask=inside, other=0)
+            length = tl.load(starts + piece + 1, mask=inside, other=0) - begin
+            live = (length > 0) & (length <= SHORT)
+            row_key = tl.load(keys + begin, mask=live, other=0)
+            is_first = tl.load(keys + begin - 1, mask=live & (begin > first), other=-1) != row_key
+            is_last = tl.load(keys + begin + length, mask=live & (begin + length < last), other=-1) != row_key
+            whole = live & is_first & is_last
+            row = row_key.to(tl.int64) - base
+            mask = whole[:, None] & live_column
+            old = tl.load(weight + row[:, None] * DIM + column[None, :], mask=mask, other=0.0).to(tl.float32)
+            second = tl.load(moment + row, mask=whole, other=0.0) if OPTIMISER != "sgd" else 0.0
+            acc = tl.zeros([PIECES, BLOCK_D], tl.float32)
+            for i in tl.static_range(SHORT):
+                more = live & (i < length)
+                grad = _gradients(grads, tl.load(source + begin + i, mask=more, other=0), column, more, DIM)
+                if WEIGHTED:
+                    grad *= tl.load(coefficients + begin + i - first, mask=more, other=0.0)[:, None]
+                acc += grad
+            slot = (begin // CUT - first // CUT).to(tl.int64) * 2 + is_first.to(tl.int64)
+            rest = (live & (whole == 0))[:, None] & live_column
+            tl.store(partials + slot[:, None] * DIM + column[None, :], acc, mask=rest)
+            _apply(
+                acc, row, column, whole, old, second, weight, moment, first_moment, run_starts, run_shifts, key,
+                num_runs, lr, eps, moment_scale, beta1, beta2, correction1, correction2, DIM, OPTIMISER, ROUND, SEARCH,
+            )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["first", "last", "base", "key", "num_runs"])
-def update_long_kernel(
-    weight, moment, first_moment, grads, keys, source, coefficients, starts, numbers, partials, first, last, base,
-    run_starts, run_shifts, key, num_runs,
+@triton.jit
+def _update_long(
+    program, weight, moment, first_moment, grads, keys, source, coefficients, starts, numbers, partials,
+    first, last, base, run_starts, run_shifts, key, num_runs,
     lr, eps, moment_scale, beta1, beta2, correction1, correction2,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, POSITIONS: tl.constexpr, CUT: tl.constexpr, SHORT: tl.constexpr,
     WEIGHTED: tl.constexpr, OPTIMISER: tl.constexpr, ROUND: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
     """One block of CUT positions a program: its long pieces one after the other, POSITIONS gradients at a time."""
-    block = first // CUT + tl.program_id(0)
+    block = first // CUT + program
     block_begin = tl.maximum(block * CUT, first)
     block_end = tl.minimum(block * CUT + CUT, last)
     first_piece = tl.load(numbers + block_begin) - 1
@@ -316,13 +292,54 @@ def update_long_kernel(
                 grad *= tl.load(coefficients + position - first, mask=position < end, other=0.0)[:, None]
             acc += grad
         total = tl.sum(acc, axis=0)[None, :]
-        slot = tl.program_id(0).to(tl.int64) * 2 + is_first.to(tl.int64)
+        slot = program.to(tl.int64) * 2 + is_first.to(tl.int64)
         tl.store(partials + slot * DIM + column[None, :], total, mask=(whole == 0)[:, None] & live_column)
         _apply(
             total, row, column, whole, old, second, weight, moment, first_moment, run_starts, run_shifts, key, num_runs,
             lr, eps, moment_scale, beta1, beta2, correction1, correction2, DIM, OPTIMISER, ROUND, SEARCH,
         )  # fmt: skip
         at = tl.min(tl.where(long & (index > at), index, CUT), axis=0)
+
+
+@triton.jit(do_not_specialize=["first", "last", "base", "key", "num_runs", "blocks", "every"])
+def update_kernel(
+    weight, moment, first_moment, grads, keys, source, coefficients, starts, numbers, partials, first, last, base,
+    run_starts, run_shifts, key, num_runs,
+    lr, eps, moment_scale, beta1, beta2, correction1, correction2, blocks, every,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, PIECES: tl.constexpr, VISIT: tl.constexpr, POSITIONS: tl.constexpr,
+    CUT: tl.constexpr, SHORT: tl.constexpr, WEIGHTED: tl.constexpr, OPTIMISER: tl.constexpr, ROUND: tl.constexpr,
+    SEARCH: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Long and short pieces side by side, of each `every` programs the first takes a block's long ones: while these
+    wait for one load after the other, short ones keep the memory busy."""
+    program = tl.program_id(0)
+    block = program // every
+    if PARTS == "short":
+        _update_short(
+            program, tl.num_programs(0), weight, moment, first_moment, grads, keys, source, coefficients, starts,
+            numbers, partials, first, last, base, run_starts, run_shifts, key, num_runs, lr, eps, moment_scale, beta1,
+            beta2, correction1, correction2, DIM, BLOCK_D, PIECES, VISIT, CUT, SHORT, WEIGHTED, OPTIMISER, ROUND,
+            SEARCH,
+        )  # fmt: skip
+    elif PARTS == "long":
+        _update_long(
+            program, weight, moment, first_moment, grads, keys, source, coefficients, starts, numbers, partials, first,
+            last, base, run_starts, run_shifts, key, num_runs, lr, eps, moment_scale, beta1, beta2, correction1,
+            correction2, DIM, BLOCK_D, POSITIONS, CUT, SHORT, WEIGHTED, OPTIMISER, ROUND, SEARCH,
+        )  # fmt: skip
+    elif (block < blocks) & (program % every == 0):
+        _update_long(
+            block, weight, moment, first_moment, grads, keys, source, coefficients, starts, numbers, partials, first,
+            last, base, run_starts, run_shifts, key, num_runs, lr, eps, moment_scale, beta1, beta2, correction1,
+            correction2, DIM, BLOCK_D, POSITIONS, CUT, SHORT, WEIGHTED, OPTIMISER, ROUND, SEARCH,
+        )  # fmt: skip
+    else:
+        _update_short(
+            program - tl.minimum(block + 1, blocks), tl.num_programs(0) - blocks, weight, moment, first_moment, grads,
+            keys, source, coefficients, starts, numbers, partials, first, last, base, run_starts, run_shifts, key,
+            num_runs, lr, eps, moment_scale, beta1, beta2, correction1, correction2, DIM, BLOCK_D, PIECES, VISIT, CUT,
+            SHORT, WEIGHTED, OPTIMISER, ROUND, SEARCH,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first", "last", "base", "key", "num_runs"])
@@ -333,40 +350,38 @@ def combine_kernel(
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, AHEAD: tl.constexpr, CUT: tl.constexpr,
     OPTIMISER: tl.constexpr, ROUND: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
-    """AHEAD blocks of CUT positions a program: finish each segment that begins in one and goes on behind it."""
+    """One block of CUT positions a program: finish the segment that begins in it and goes on behind it, if any."""
+    block = tl.program_id(0)
+    begin = tl.maximum((first // CUT + block) * CUT, first)
+    end = (first // CUT + block + 1) * CUT
+    if end >= last:
+        return
+    row_key = tl.load(keys + end - 1)
+    if tl.load(keys + end) != row_key:
+        return
+    if tl.load(keys + begin - 1, mask=begin > first, other=-1) == row_key:  # `and` would load in front of the first key
+        return
     column = tl.arange(0, BLOCK_D)
     live_column = column < DIM
+    acc = tl.load(partials + (block.to(tl.int64) * 2 + 1) * DIM + column, mask=live_column, other=0.0)
     ahead = tl.arange(0, AHEAD)
-    low = tl.program_id(0) * AHEAD
-    begins = tl.maximum((first // CUT + low + ahead) * CUT, first)
-    ends = (first // CUT + low + ahead + 1) * CUT
-    crossing = ends < last
-    final = tl.load(keys + ends - 1, mask=crossing, other=-1)
-    crossing &= tl.load(keys + ends, mask=crossing, other=-2) == final
-    crossing &= tl.load(keys + begins - 1, mask=crossing & (begins > first), other=-1) != final
-    at = tl.min(tl.where(crossing, ahead, AHEAD), axis=0)
-    while at < AHEAD:
-        block = low + at
-        row_key = tl.load(keys + (first // CUT + block + 1) * CUT)
-        acc = tl.load(partials + (block.to(tl.int64) * 2 + 1) * DIM + column, mask=live_column, other=0.0)
-        block += 1
-        going = tl.full([], 1, tl.int1)
-        while going:
-            start = (first // CUT + block + ahead) * CUT
-            same = (tl.load(keys + start, mask=start < last, other=-1) == row_key) & (start < last)
-            address = (block + ahead).to(tl.int64)[:, None] * 2 * DIM + column[None, :]
-            acc += tl.sum(tl.load(partials + address, mask=same[:, None] & live_column[None, :], other=0.0), axis=0)
-            block += AHEAD
-            going = tl.min(same.to(tl.int32), axis=0) == 1
-        row = row_key.to(tl.int64) - base + tl.zeros([1], tl.int64)
-        old = tl.load(weight + row[:, None] * DIM + column[None, :], mask=live_column[None, :], other=0.0)
-        second = tl.load(moment + row) if OPTIMISER != "sgd" else 0.0
-        _apply(
-            acc[None, :], row, column, row >= 0, old.to(tl.float32), second, weight, moment, first_moment, run_starts,
-            run_shifts, key, num_runs, lr, eps, moment_scale, beta1, beta2, correction1, correction2,
-            DIM, OPTIMISER, ROUND, SEARCH,
-        )  # fmt: skip
-        at = tl.min(tl.where(crossing & (ahead > at), ahead, AHEAD), axis=0)
+    block += 1
+    going = tl.full([], 1, tl.int1)
+    while going:
+        start = (first // CUT + block + ahead) * CUT
+        same = (tl.load(keys + start, mask=start < last, other=-1) == row_key) & (start < last)
+        address = (block + ahead).to(tl.int64)[:, None] * 2 * DIM + column[None, :]
+        acc += tl.sum(tl.load(partials + address, mask=same[:, None] & live_column[None, :], other=0.0), axis=0)
+        block += AHEAD
+        going = tl.min(same.to(tl.int32), axis=0) == 1
+    row = row_key.to(tl.int64) - base + tl.zeros([1], tl.int64)
+    old = tl.load(weight + row[:, None] * DIM + column[None, :], mask=live_column[None, :], other=0.0)
+    second = tl.load(moment + row) if OPTIMISER != "sgd" else 0.0
+    _apply(
+        acc[None, :], row, column, row >= 0, old.to(tl.float32), second, weight, moment, first_moment, run_starts,
+        run_shifts, key, num_runs, lr, eps, moment_scale, beta1, beta2, correction1, correction2,
+        DIM, OPTIMISER, ROUND, SEARCH,
+    )  # fmt: skip
 
 
 # ---- launches -------------------------------------------------------------------------------------------------
@@ -430,16 +445,16 @@ def update(
     weight: Tensor, moment: Tensor | None, first_moment: Tensor | None, grads: Tensor, keys: Tensor, source: Tensor,
     coefficients: Tensor | None, numbers: Tensor, starts: Tensor, span: tuple[int, int, int],
     noise: tuple[Tensor, Tensor, int], optimiser: str, scalars: tuple[float, ...], *,
-    short: tuple[int, int] | None = None, long: tuple[int, int] = (512, 1), programs_per_sm: int = 256,
+    short: int = 0, long: int = 512, programs_per_sm: int = 256, together: bool = True, visit: int = 1,
 ) -> None:  # fmt: skip
     """span: the positions [first, last) of the sorted keys that are this matrix's, and the key of its row 0.
 
     noise: starts, shifts, key. scalars: lr, eps, moment_scale, beta1, beta2, correction1, correction2. short, long:
-    (elements of a tile, warps) of the two kernels.
+    elements of a tile.
     """
     (first, last, _), dim = span, weight.shape[1]
-    elements, warps = short or (512 if dim > 128 else 256, 1)
-    width, tile = _tile(dim, elements)
+    width = triton.next_power_of_2(dim)
+    tile = _tile(dim, short or max(1024 // weight.itemsize, 2 * width))[1]
     blocks = triton.cdiv(last, CUT) - first // CUT
     partials = torch.empty(blocks * 2, dim, dtype=torch.float32, device=weight.device)
     state = (weight, moment if moment is not None else partials, first_moment if first_moment is not None else partials)
@@ -448,9 +463,13 @@ def update(
     tail = (*noise, runs, *scalars)
     options = {"DIM": dim, "BLOCK_D": width, "CUT": CUT, "OPTIMISER": optimiser, "ROUND": weight.dtype != torch.float32}
     options["SEARCH"] = -(-(runs - 1).bit_length() // 4) * 4  # in steps of 4: fewer compilations
-    lengths = {"SHORT": SHORT, "WEIGHTED": weighted}
-    grid = (min(triton.cdiv(last - first, tile), multiprocessors(weight.device) * programs_per_sm),)
-    update_short_kernel[grid](*state, *inputs, *tail, PIECES=tile, num_warps=warps, **lengths, **options)
-    positions = _tile(dim, long[0])[1]
-    update_long_kernel[(blocks,)](*state, *inputs, *tail, POSITIONS=positions, num_warps=long[1], **lengths, **options)
-    combine_kernel[(triton.cdiv(blocks, 16),)](*state, keys, partials, *span, *tail, AHEAD=16, num_warps=1, **options)
+    options_of_pieces = {"SHORT": SHORT, "WEIGHTED": weighted, "PIECES": tile, "POSITIONS": _tile(dim, long)[1]}
+    options_of_pieces["VISIT"] = visit = max(visit, tile)
+    shorts = min(triton.cdiv(last - first, visit), multiprocessors(weight.device) * programs_per_sm)
+    launches = [(blocks, shorts, "both")] if together else [(0, shorts, "short"), (blocks, 0, "long")]
+    for longs, others, parts in launches:
+        every = (longs + others) // longs if longs else 1
+        update_kernel[(longs + others,)](
+            *state, *inputs, *tail, longs, every, num_warps=1, PARTS=parts, **options_of_pieces, **options
+        )
+    combine_kernel[(blocks,)](*state, keys, partials, *span, *tail, AHEAD=16, num_warps=2, **options)

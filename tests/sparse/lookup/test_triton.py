@@ -20,7 +20,8 @@ def types_of(row: str, grad: str) -> dict[str, str]:
     types |= {"coefficients": "*fp32", "keys": "*i32", "source": "*i32", "starts": "*i32", "numbers": "*i32"}
     types |= dict.fromkeys(["run_starts", "run_shifts", "order"], "*i64")
     types |= {"origins": "*i32", "marks": "*i32"} | dict.fromkeys(SCALARS, "fp32")
-    return types | dict.fromkeys(["count", "first", "last", "base", "num_runs", "key", "bags_per_feature"], "i32")
+    numbers = ["count", "first", "last", "base", "num_runs", "key", "bags_per_feature", "blocks", "every"]
+    return types | dict.fromkeys(numbers, "i32")
 
 
 def compiled(kernel: str, dim: int, row: str, **constants) -> dict:
@@ -35,11 +36,11 @@ def compiled(kernel: str, dim: int, row: str, **constants) -> dict:
 @pytest.mark.parametrize("row, capability", [("*fp32", 90), ("*fp16", 100)])
 def test_update_compiles_without_spills(row, capability):
     common = {"CUT": 128, "SHORT": 2, "WEIGHTED": True, "OPTIMISER": "adagrad", "ROUND": row != "*fp32", "SEARCH": 8}
-    for kernel, tile in (("update_short_kernel", {"PIECES": 4}), ("update_long_kernel", {"POSITIONS": 4})):
-        found = compiled(kernel, 128, row, capability=capability, num_warps=1, **common, **tile)
-        assert found["spill_bytes"] == 0 and found["shared"] <= aot.SHARED_LIMIT
-        assert "atom.global" not in found["ptx"]
-        assert "ld.global.v4" in found["ptx"]  # a row is read 16 bytes a lane
+    common |= {"PIECES": 4, "VISIT": 32, "POSITIONS": 4, "PARTS": "both"}
+    found = compiled("update_kernel", 128, row, capability=capability, num_warps=1, **common)
+    assert found["spill_bytes"] == 0 and found["shared"] <= aot.SHARED_LIMIT
+    assert "atom.global" not in found["ptx"]
+    assert "ld.global.v4" in found["ptx"]  # a row is read 16 bytes a lane
 
 
 def test_other_kernels_compile():
