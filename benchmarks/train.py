@@ -65,7 +65,7 @@ LADDER = (
 STAND_INS = {
     "gdpa": {"gdpa": plain.gdpa, "average_and_count": plain.average_and_count},
     "block": {"block_attention": plain.block_attention, "apply_rope": plain.apply_rope},
-    "norm": {"layer_norm": plain.layer_norm, "rms_norm": plain.rms_norm, "modulated_norm": plain.modulated_norm},
+    "norm": {name: getattr(plain, name) for name in ("layer_norm", "modulated_norm", "chained_norms")},
 }
 MODULES = [importlib.import_module(f"opengem.model.{m}") for m in
            ("attention", "blocks", "gem", "heads", "interaction", "tokenizer")]

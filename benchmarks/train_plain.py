@@ -85,9 +85,10 @@ def layer_norm(x: Tensor, *, residual: Tensor | None = None):
     return _layer_norm(x) if residual is None else (_layer_norm(h := x + residual), h)
 
 
-def rms_norm(x: Tensor, *, residual: Tensor | None = None):
-    return _rms_norm(x) if residual is None else (_rms_norm(h := x + residual), h)
-
-
 def modulated_norm(seed: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     return _layer_norm(torch.addcmul(shift[:, None], seed, 1 + scale[:, None]))
+
+
+def chained_norms(x: Tensor, inner: Tensor, outer: Tensor) -> tuple[Tensor, Tensor]:
+    total = outer + _rms_norm(x + inner)
+    return _layer_norm(total), total

@@ -23,7 +23,6 @@ from opengem.kernels.gdpa import cost as gdpa_cost
 from opengem.kernels.gdpa.op import gdpa
 from opengem.kernels.jfa import cost as jfa_cost
 from opengem.kernels.jfa.op import jagged_flash_attention
-from opengem.kernels.norm.op import rms_norm
 from opengem.kernels.pool.op import average_and_count, modulated_norm
 from opengem.kernels.rope.op import apply_rope, rope_tables
 from opengem.model.interaction import TokenMix, mix_tokens
@@ -172,15 +171,18 @@ class ContextAttention(nn.Module):
         self.query, self.out = (nn.Linear(config.dim, config.dim, bias=False) for _ in range(2))
         nn.init.normal_(self.value.weight, std=(model.dim * model.num_kv) ** -0.5)
 
-    def forward(self, x: Jagged, summary: Tensor) -> Jagged:
-        """summary: `[B, num_summary, model dim]`."""
+    def forward(self, x: Jagged, summary: Tensor) -> tuple[Tensor, Tensor]:
+        """(projected output, h): the update is the RMS norm of their sum, which `StreamState.plus_normed` takes along.
+
+        summary: `[B, num_summary, model dim]`.
+        """
         q, values = linear_on(self.query, x.values)
         q = q.unflatten(1, (self.heads, -1))
         k, v = self.context(summary)
         offsets = torch.arange(0, x.batch_size * self.num_kv + 1, self.num_kv, device=x.device)
         out = gdpa(q, k, v, x.offsets, offsets, max_q=x.max_length, max_kv=self.num_kv, activation=self.activation,
                    scale=(self.dim // self.heads) ** -0.5)
-        return x.with_values(rms_norm(self.out(out.flatten(1)), residual=values)[0])
+        return self.out(out.flatten(1)), values
 
     def context(self, summary: Tensor) -> tuple[Tensor, Tensor]:
         """K and V, `[B * num_kv, H, D]`."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from opengem.config import ModelConfig, StreamConfig
 from opengem.jagged import Jagged
+from opengem.kernels.chain.op import chained_norms
 from opengem.kernels.norm.op import layer_norm
 from opengem.model.attention import ContextAttention, Rotation, SeedPooling, SelfAttention
 from opengem.model.interaction import Gate
@@ -33,6 +34,11 @@ class StreamState:
         """The sum and its norm are one kernel."""
         normed, events = layer_norm(update.values, residual=self.events.values)
         return replace(self, events=update.with_values(events), normed=update.with_values(normed))
+
+    def plus_normed(self, x: Tensor, inner: Tensor) -> StreamState:
+        """`plus(rms_norm(x + inner))`, also one kernel."""
+        normed, events = chained_norms(x, inner, self.events.values)
+        return replace(self, events=self.events.with_values(events), normed=self.events.with_values(normed))
 
 
 class HistorySummary(nn.Module):
@@ -106,7 +112,7 @@ class StreamLayer(nn.Module):
 
     def forward(self, state: StreamState, feature_summary: Tensor) -> StreamState:
         if self.context is not None:
-            state = state.plus(self.context(state.normed, feature_summary))
+            state = state.plus_normed(*self.context(state.normed, feature_summary))
         if self.attention is not None:
             state = state.plus(self.attention(state.normed, state.angles))
         return state

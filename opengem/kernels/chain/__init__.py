@@ -1,0 +1,1 @@
+"""The norms and sums between two parts of a layer, in one pass."""
