@@ -1,6 +1,6 @@
 """The embedding collection of one process: ids of a batch in, vectors out, and the update when gradients are there.
 
-    embedded = collection(batch)          # leaves that require a gradient
+    embedded = collection(batch)          # vectors that require a gradient
     loss(model(batch, embedded)).backward()
     if collection.finite(): collection.step(lr)
 
@@ -137,29 +137,43 @@ def _values(x: Jagged | Tensor) -> Tensor:
 
 
 class Leaves:
-    """The vectors handed to the model (`embedded`), and how their gradients become one gradient for each id."""
+    """The vectors handed to the model (`embedded`), and the one leaf that collects their gradients."""
 
     def __init__(self, slots: list[Slot], inputs: list[Jagged | Tensor | None], vectors: Tensor) -> None:
         """vectors: `[N, dim]`, one for every id, in slot order."""
-        self.parts: list[tuple[Slot, Jagged | Tensor, Tensor]] = []
-        self.empty = vectors[:0]
-        counts = [0 if x is None else _values(x).shape[0] for x in inputs]
-        for slot, x, part in zip(slots, inputs, vectors.split(counts), strict=True):
-            if x is not None:
-                leaf = (pool(part, x) if slot.pooled else part).detach()
-                self.parts.append((slot, x, leaf.requires_grad_(torch.is_grad_enabled())))
-        sequences = {slot.key: x.with_values(leaf) for slot, x, leaf in self.parts if slot.sequence}
-        features = {slot.key: leaf for slot, _, leaf in self.parts if not slot.sequence}
+        self.leaf = vectors.detach().requires_grad_(torch.is_grad_enabled())
+        given = [(slot, x) for slot, x in zip(slots, inputs, strict=True) if x is not None]
+        lists = [x if slot.pooled else None for slot, x in given]
+        parts = _Parts.apply(self.leaf, lists, [_values(x).shape[0] for _, x in given])
+        sequences = {s.key: x.with_values(part) for (s, x), part in zip(given, parts, strict=True) if s.sequence}
+        features = {s.key: part for (s, _), part in zip(given, parts, strict=True) if not s.sequence}
         self.embedded = Embedded(sequences, features)
 
     @cached_property
     def grads(self) -> Tensor:
         """`[N, dim]`: the gradient of each looked-up vector, in its dtype; zero where the model did not use it."""
-        grads = [self.empty]
-        for slot, x, leaf in self.parts:
-            grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            grads.append(grad.index_select(0, x.row_to_sample) if slot.pooled else grad)
-        return torch.cat(grads)
+        return torch.zeros_like(self.leaf) if self.leaf.grad is None else self.leaf.grad
+
+
+class _Parts(torch.autograd.Function):
+    """Vectors `[N, dim]` cut into `counts`; where there are `lists`, summed by list. The gradients are joined once."""
+
+    @staticmethod
+    def forward(ctx, vectors: Tensor, lists: list[Jagged | None], counts: list[int]) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.lists, ctx.counts, ctx.like = lists, counts, vectors.new_empty(0, vectors.shape[1])
+        return tuple(part if x is None else pool(part, x) for part, x in zip(vectors.split(counts), lists, strict=True))
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor | None) -> tuple[Tensor, None, None]:
+        parts = [ctx.like]
+        for grad, x, count in zip(grads, ctx.lists, ctx.counts, strict=True):
+            if grad is None:
+                grad = ctx.like.new_zeros(count, ctx.like.shape[1])
+            elif x is not None:
+                grad = grad.index_select(0, x.row_to_sample)
+            parts.append(grad)
+        return torch.cat(parts), None, None
 
 
 class LocalRouter:
@@ -233,7 +247,7 @@ class EmbeddingCollection:
         self.reinitialise(seed)
 
     def __call__(self, batch: Batch) -> Embedded:
-        """Look every id up, in autocast's dtype. With gradients on, the values are leaves, kept until `step`."""
+        """Look every id up, in autocast's dtype. With gradients on, theirs are collected until `step`."""
         return self.lookup(self.distribute(batch))
 
     def distribute(self, batch: Batch) -> Distributed:
@@ -248,7 +262,7 @@ class EmbeddingCollection:
         if not self.pending:
             return ids
         learning = [*(pending.request for pending, _ in self.pending), *([current.request] if current else [])]
-        dtype = self.pending[-1][1].empty.dtype
+        dtype = self.pending[-1][1].leaf.dtype
         return replace(ids, request=self.storage.read_ahead(ids.request, dtype, learning))
 
     def lookup(self, ids: Distributed) -> Embedded:
@@ -268,7 +282,7 @@ class EmbeddingCollection:
         return self.router.agree(total.isfinite())
 
     def step(self, lr: float, skip: Tensor | None = None) -> None:
-        """Exact row-wise Adagrad on the rows looked up since the last call, from the leaves' `.grad`.
+        """Exact row-wise Adagrad on the rows looked up since the last call, from the gradients that backward left.
 
         skip: fp32, 0-dim on the device, the same on every process; where it is not 0, rows and state stay as they are.
         """
