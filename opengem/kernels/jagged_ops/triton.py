@@ -137,51 +137,73 @@ def _segment_sum(values, offsets, out, width, ROWS: tl.constexpr, COLUMNS: tl.co
 
 
 @triton.jit(do_not_specialize=["uses", "rows"])
-def _count_uses(index, counts, arrival, uses, rows, USES: tl.constexpr):
-    """How often each row is used, and for each use how many of its row came before it (in whatever order they came)."""
+def _count_uses(index, counts, only, arrival, uses, rows, USES: tl.constexpr):
+    """How often each row is used, one of its uses (in `only`: of a row used once, that use), and for each use how many
+    of its row came before it, in whatever order they came. `counts[rows]` becomes 1 if any row is used twice."""
     use = tl.program_id(0) * USES + tl.arange(0, USES)
     row = tl.load(index + use, mask=use < uses, other=-1)
     known = (row >= 0) & (row < rows)
-    tl.store(arrival + use, tl.atomic_add(counts + row, 1, mask=known, sem="relaxed"), mask=known)
+    before = tl.atomic_add(counts + row, 1, mask=known, sem="relaxed")
+    tl.store(arrival + use, before, mask=known)
+    tl.store(only + row, use, mask=known & (before == 0))
+    tl.store(counts + rows + tl.zeros_like(use), 1, mask=known & (before > 0))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _allot(counts, firsts, rows, ROWS: tl.constexpr):
+    """A stretch of places for the uses of each row used more than once; which stretch, nothing depends on."""
+    if tl.load(counts + rows) == 0:
+        return
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    count = tl.load(counts + row, mask=row < rows, other=0)
+    count = tl.where(count > 1, count, 0)
+    first = tl.atomic_add(counts + rows + 1, tl.sum(count, 0), sem="relaxed")
+    tl.store(firsts + row, first + tl.cumsum(count, 0) - count, mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["uses", "rows"])
-def _place_uses(index, ends, counts, arrival, order, uses, rows, USES: tl.constexpr):
-    """Uses grouped by row, those of a row in order of arrival. `ends` is the running sum of `counts`."""
+def _place_uses(index, firsts, counts, arrival, order, uses, rows, USES: tl.constexpr):
+    """The uses of each row used more than once, in order of arrival."""
+    if tl.load(counts + rows) == 0:
+        return
     use = tl.program_id(0) * USES + tl.arange(0, USES)
     row = tl.load(index + use, mask=use < uses, other=-1)
     known = (row >= 0) & (row < rows)
-    first = tl.load(ends + row, mask=known) - tl.load(counts + row, mask=known)
+    known = known & (tl.load(counts + row, mask=known, other=0) > 1)
+    first = tl.load(firsts + row, mask=known)
     tl.store(order + first + tl.load(arrival + use, mask=known), use, mask=known)
 
 
 @triton.jit(do_not_specialize=["uses", "rows"])
-def _rank_uses(index, ends, counts, order, ranked, uses, rows, USES: tl.constexpr):
+def _rank_uses(index, firsts, counts, order, ranked, uses, rows, USES: tl.constexpr):
     """The same with the uses of a row in their own order, so that no order of arrival decides a sum."""
+    if tl.load(counts + rows) == 0:
+        return
     use = tl.program_id(0) * USES + tl.arange(0, USES)
     row = tl.load(index + use, mask=use < uses, other=-1)
     known = (row >= 0) & (row < rows)
     count = tl.load(counts + row, mask=known, other=0)
-    first = tl.load(ends + row, mask=known, other=0) - count
+    count = tl.where(count > 1, count, 0)
+    first = tl.load(firsts + row, mask=count > 0, other=0)
     rank = tl.zeros([USES], tl.int32)
-    if tl.max(count, 0) > 1:
-        for other in range(0, tl.max(count, 0)):
-            rank += (tl.load(order + first + other, mask=other < count, other=0x7FFFFFFF) < use).to(tl.int32)
-    tl.store(ranked + first + rank, use, mask=known)
+    for other in range(0, tl.max(count, 0)):
+        rank += (tl.load(order + first + other, mask=other < count, other=0x7FFFFFFF) < use).to(tl.int32)
+    tl.store(ranked + first + rank, use, mask=count > 0)
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def _sum_uses(grad, order, ends, counts, out, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Row r of `out` is the sum of the rows `order[ends[r] - counts[r] : ends[r]]` of `grad`, one after the other."""
+def _sum_uses(grad, ranked, firsts, counts, only, out, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Row r of `out` is the sum of the rows of `grad` that are its uses, one after the other."""
     row, column = _tile(rows, width, ROWS, COLUMNS)
     count = tl.load(counts + row, mask=row < rows, other=0)
-    first = tl.load(ends + row, mask=row < rows, other=0) - count
+    first = tl.load(firsts + row, mask=count > 1, other=0)
     mask = (row < rows)[:, None] & (column < width)[None, :]
-    source = tl.load(order + first, mask=count > 0, other=-1).to(tl.int64)
+    source = tl.load(only + row, mask=count == 1, other=-1)
+    source = tl.where(count > 1, tl.load(ranked + first, mask=count > 1, other=-1), source).to(tl.int64)
     live = mask & (source >= 0)[:, None]
     total = tl.load(grad + source[:, None] * width + column[None, :], mask=live, other=0.0).to(tl.float32)
     for use in range(1, tl.max(count, 0)):
-        source = tl.load(order + first + use, mask=use < count, other=-1).to(tl.int64)
+        source = tl.load(ranked + first + use, mask=use < count, other=-1).to(tl.int64)
         live = mask & (source >= 0)[:, None]
         total += tl.load(grad + source[:, None] * width + column[None, :], mask=live, other=0.0).to(tl.float32)
     tl.store(out + row[:, None] * width + column[None, :], total.to(out.dtype.element_ty), mask=mask)
@@ -340,19 +362,23 @@ def gather_rows(values: Tensor, index: Tensor) -> Tensor:
 
 
 def gather_rows_backward(grad: Tensor, index: Tensor, rows: int) -> Tensor:
-    """See `reference.gather_rows_backward`. Uses are counted and placed, not sorted."""
+    """See `reference.gather_rows_backward`. Uses are counted and placed, not sorted, and where no row has two of them,
+    which only the GPU knows, not even placed: those launches end at once."""
     out, uses = grad.new_empty((rows, *grad.shape[1:])), index.shape[0]
     if out.numel() == 0 or uses == 0:
         return out.zero_()
     index, width = index.contiguous(), _width(out, rows)
-    counts = torch.zeros(rows, dtype=torch.int32, device=grad.device)
-    arrival, order, ranked = (torch.empty(uses, dtype=torch.int32, device=grad.device) for _ in range(3))
-    grid, key = (triton.cdiv(uses, USES), 1, 1), kind_of(index)
-    launch(_count_uses, grid, key, (index, counts, arrival, uses, rows), (USES,))
-    ends = counts.cumsum(0, dtype=torch.int32)
-    launch(_place_uses, grid, key, (index, ends, counts, arrival, order, uses, rows), (USES,))
-    launch(_rank_uses, grid, key, (index, ends, counts, order, ranked, uses, rows), (USES,))
-    _copy_tiles(_sum_uses, rows, width, (grad.contiguous(), ranked, ends, counts, out), (width,), tile=USE_TILE)
+    counts = torch.zeros(rows + 2, dtype=torch.int32, device=grad.device)  # and: is any above 1, places given so far
+    only, firsts = torch.empty((2, rows), dtype=torch.int32, device=grad.device)
+    arrival, order, ranked = torch.empty((3, uses), dtype=torch.int32, device=grad.device)
+    grid = triton.cdiv(uses, USES), 1, 1
+    launch(_count_uses, grid, kind_of(index, arrival, only), (index, counts, only, arrival, uses, rows), (USES,))
+    launch(_allot, (triton.cdiv(rows, 1024), 1, 1), kind_of(firsts), (counts, firsts, rows), (1024,))
+    launch(_place_uses, grid, kind_of(index, firsts, arrival, order),
+           (index, firsts, counts, arrival, order, uses, rows), (USES,))
+    launch(_rank_uses, grid, kind_of(index, firsts, order, ranked), (index, firsts, counts, order, ranked, uses, rows),
+           (USES,))
+    _copy_tiles(_sum_uses, rows, width, (grad.contiguous(), ranked, firsts, counts, only, out), (width,), tile=USE_TILE)
     return out
 
 

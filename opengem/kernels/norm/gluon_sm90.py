@@ -43,7 +43,7 @@ def _wide(x):
 @gluon.jit
 def _scaled(y, inverse, KIND: gl.constexpr):
     """E4M3 of fp32 `y` rounded to `KIND`, times `inverse`; two or four numbers an instruction where there is one."""
-    if KIND == gl.bfloat16:
+    if gl.bfloat16 == KIND:
         return gl.inline_asm_elementwise(
             """{ .reg .b32 p, q, a, b, c, d; .reg .b16 e, f;
             cvt.rn.bf16x2.f32 p, $2, $1; cvt.rn.bf16x2.f32 q, $4, $3; mul.bf16x2 p, p, $5; mul.bf16x2 q, q, $6;
@@ -126,7 +126,6 @@ def _forward_mx(x_desc, r_desc, weight, bias, data, scale, total, mean_out, rstd
     local = gl.arange(0, 32, gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, SLICE, gl.SliceLayout(0, LAYOUT))
     offset = local[:, None] * width + column[None, :]
-    block = gl.arange(0, SLICE // 32, gl.SliceLayout(1, gl.BlockedLayout([1, 1], [1, 32], [8, 1], [1, 0])))
     used = gl.cdiv(width, 32)
     for tile in gl.static_range(TILES):
         block_row = (group * TILES + tile).to(gl.int64)
@@ -182,18 +181,12 @@ def _forward_mx(x_desc, r_desc, weight, bias, data, scale, total, mean_out, rstd
             scaled, exponent = _quantized(y, kind)
             gl.store(data + base + part * SLICE + offset, scaled, mask=mask)
             at = first // 32 + part * (SLICE // 32) + gl.arange(0, SLICE // 32, exponent.type.layout)
-            gl.store(scale + block_row * used + at, exponent.to(gl.uint8), mask=(at < used) & (row_any(block_row, rows)))
+            gl.store(scale + block_row * used + at, exponent.to(gl.uint8), mask=(at < used) & (block_row * 32 < rows))
     for tile in gl.static_range(TILES):
         mbarrier.invalidate(ready.index(tile))
 
 
-@gluon.jit
-def row_any(block_row, rows):
-    return block_row * 32 < rows
-
-
 def _descriptor(x: Tensor) -> TensorDescriptor:
-    kind = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
     layout = gl.NVMMASharedLayout(SWIZZLE, 16, 2)
     return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [32, SLICE.value], layout)
 
@@ -220,5 +213,6 @@ def norm_quantize_forward(x: Tensor, residual: Tensor | None, weight: Tensor | N
     present = tuple(y is not None for y in (residual, weight, bias))
     launch(_forward_mx, (groups * members, 1, 1), kind_of(x, *tensors, shares, facts=(width,)),
            (_descriptor(x), _descriptor(tensors[0]), *tensors[1:], data, scale, total, mean, rstd, shares, rows, width,
-            eps), (centered, *present, tiles, parts, members, width % (SLICE.value * parts) == 0), warps=8, registers=registers)
+            eps), (centered, *present, tiles, parts, members, width % (SLICE.value * parts) == 0), warps=8,
+           registers=registers)
     return data, scale, total, mean, rstd
