@@ -1,9 +1,10 @@
 """Block attention, with and without the fused rotary embedding, on a long-history batch: 1.4 M tokens, 1,152 samples.
 
 Bytes are those of `opengem.kernels.block.cost`: forward 4 and backward 7 passes over `[T, H, D]`. The chunk offsets
-that `varlen_attn` needs are made outside its time. `*_qkv` starts from one buffer of q, k and v, as a projection gives
-it: its gradient is one buffer too, which unfused rotations have to join. `window128_*` are sliding windows of the
-jagged flash attention beside what they stand between, blocks and full attention, each of which computes something else.
+that `varlen_attn` needs and the positions that the compiled rotations read are made outside of their time. `*_qkv`
+starts from one buffer of q, k and v, as a projection gives it: its gradient is one buffer too, which unfused rotations
+have to join. `window128_*` are sliding windows of the jagged flash attention beside what they stand between, blocks and
+full attention, each of which computes something else.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ def with_offsets(values: Tensor) -> Tensor:
     return torch.cat([values.new_zeros(1), values.cumsum(0)])
 
 
+def row_positions(sizes: Tensor) -> Tensor:
+    """int64 `[T]`: where each row stands in its sample."""
+    return torch.arange(int(sizes.sum())) - with_offsets(sizes)[:-1].repeat_interleave(sizes)
+
+
 def chunk_offsets(sample_lengths: Tensor, block: int = BLOCK) -> Tensor:
     """int32 offsets of the blocks taken as sequences of their own."""
     blocks = [min(block, n - first) for n in sample_lengths.tolist() for first in range(0, n, block)]
@@ -40,37 +46,39 @@ def chunk_offsets(sample_lengths: Tensor, block: int = BLOCK) -> Tensor:
 
 
 def make(device: torch.device, seed: int, dim: int, sizes: Tensor) -> tuple:
-    """q, k, v, offsets, cos, sin, chunk offsets."""
+    """q, k, v, offsets, cos, sin, chunk offsets, position of each row."""
     torch.manual_seed(seed)
     shape = int(sizes.sum()), HEADS, dim
     qkv = (torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
     tables = rope_tables(LONGEST, dim, device=device)
-    return *qkv, with_offsets(sizes).to(device), *tables, chunk_offsets(sizes).to(device)
+    made = with_offsets(sizes), *tables, chunk_offsets(sizes), row_positions(sizes)
+    return *qkv, *(x.to(device) for x in made)
 
 
-def plain(q, k, v, offsets, cos, sin, chunks):
+def plain(q, k, v, offsets, cos, sin, chunks, position):
     return block_attention(q, k, v, offsets, max_length=LONGEST)
 
 
-def fused(q, k, v, offsets, cos, sin, chunks):
+def fused(q, k, v, offsets, cos, sin, chunks, position):
     return block_attention(q, k, v, offsets, max_length=LONGEST, rope=(cos, sin))
 
 
-def interleaved(q, k, v, offsets, cos, sin, chunks):
+def interleaved(q, k, v, offsets, cos, sin, chunks, position):
     return block_attention(q, k, v, offsets, max_length=LONGEST, rope=(cos, sin, True))
 
 
-def pair(q, k, v, offsets, cos, sin, chunks):
+def pair(q, k, v, offsets, cos, sin, chunks, position):
     q, k = (apply_rope(x, offsets, cos, sin, max_length=LONGEST) for x in (q, k))
     return block_attention(q, k, v, offsets, max_length=LONGEST)
 
 
-def rotated(q, k, offsets, cos, sin):
-    return tuple(rope_reference.rope(x, offsets, cos, sin, False, False) for x in (q, k))
+def rotated(q, k, cos, sin, position):
+    cos, sin = cos[position].unsqueeze(1), sin[position].unsqueeze(1)
+    return tuple(rope_reference.rotate(x.float(), cos, sin, False).to(x.dtype) for x in (q, k))
 
 
-def compiled_pair(q, k, v, offsets, cos, sin, chunks):
-    q, k = compiled(rotated)(q, k, offsets, cos, sin)
+def compiled_pair(q, k, v, offsets, cos, sin, chunks, position):
+    q, k = compiled(rotated)(q, k, cos, sin, position)
     return block_attention(q, k, v, offsets, max_length=LONGEST)
 
 
@@ -80,40 +88,40 @@ def make_qkv(device: torch.device, seed: int, dim: int, sizes: Tensor) -> tuple:
     return torch.cat([q, k, v], 1).detach().requires_grad_(), *rest
 
 
-def fused_qkv(qkv, offsets, cos, sin, chunks):
-    return fused(*SplitHeads.apply(qkv, 3), offsets, cos, sin, chunks)
+def fused_qkv(qkv, offsets, cos, sin, chunks, position):
+    return fused(*SplitHeads.apply(qkv, 3), offsets, cos, sin, chunks, position)
 
 
-def pair_qkv(qkv, offsets, cos, sin, chunks):
+def pair_qkv(qkv, offsets, cos, sin, chunks, position):
     both, v = qkv.split([2 * HEADS, HEADS], 1)
     both = apply_rope(both, offsets, cos, sin, max_length=LONGEST)
     return block_attention(*both.chunk(2, 1), v, offsets, max_length=LONGEST)
 
 
-def compiled_pair_qkv(qkv, offsets, cos, sin, chunks):
-    return compiled_pair(*qkv.chunk(3, 1), offsets, cos, sin, chunks)
+def compiled_pair_qkv(qkv, offsets, cos, sin, chunks, position):
+    return compiled_pair(*qkv.chunk(3, 1), offsets, cos, sin, chunks, position)
 
 
-def varlen(q, k, v, offsets, cos, sin, chunks):
+def varlen(q, k, v, offsets, cos, sin, chunks, position):
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn(q, k, v, chunks, chunks, BLOCK, BLOCK)
 
 
-def varlen_after_rope(q, k, v, offsets, cos, sin, chunks):
-    q, k = (compiled(rope_reference.rope)(x, offsets, cos, sin, False, False) for x in (q, k))
-    return varlen(q, k, v, offsets, cos, sin, chunks)
+def varlen_after_rope(q, k, v, offsets, cos, sin, chunks, position):
+    q, k = compiled(rotated)(q, k, cos, sin, position)
+    return varlen(q, k, v, offsets, cos, sin, chunks, position)
 
 
-def window(q, k, v, offsets, cos, sin, chunks):
+def window(q, k, v, offsets, cos, sin, chunks, position):
     return jagged_flash_attention(q, k, v, offsets, max_q=LONGEST, window=(WINDOW, WINDOW))
 
 
-def full(q, k, v, offsets, cos, sin, chunks):
+def full(q, k, v, offsets, cos, sin, chunks, position):
     return jagged_flash_attention(q, k, v, offsets, max_q=LONGEST)
 
 
-def varlen_window(q, k, v, offsets, cos, sin, chunks):
+def varlen_window(q, k, v, offsets, cos, sin, chunks, position):
     from torch.nn.attention.varlen import varlen_attn
 
     starts = offsets.int()

@@ -423,7 +423,7 @@ def jagged_dense_bmm(values: Tensor, dense: Tensor, offsets: Tensor, max_length:
     key = kind_of(values, dense, offsets, facts=(inner, columns, *dense.stride()))
     arguments = values, dense, offsets, out, rows, batch, inner, columns, *dense.stride()
     if inner <= 128 and blocks > 1:
-        launch(_bmm_short, (tiles, 1, 1), key, arguments, (bm, bn, _product_tile(inner), 2), warps=8)
+        launch(_bmm_short, (tiles, 1, 1), key, arguments, (bm, 64, _product_tile(inner), 3), warps=8)
     else:
         launch(_bmm, (tiles * blocks, 1, 1), key, arguments, (bm, bn, 64), warps=8)
     return out
