@@ -14,15 +14,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from opengem.kernels.launch import kind_of, launch
+from opengem.kernels.launch import kind_of, launch, multiprocessors
 
 KEEP_NAN = gl.constexpr(tl.PropagateNan.ALL)
-SLICE = gl.constexpr(256)  # columns a program works on at a time: a block of 32 for each of eight warps
 SWIZZLE = 64
-LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [1, 8], [1, 0]))
 
 
 @gluon.jit
@@ -55,7 +53,7 @@ def _scaled(y, inverse, KIND: gl.constexpr):
 
 
 @gluon.jit
-def _quantized(y, KIND: gl.constexpr):
+def _quantized(y, KIND: gl.constexpr, SLICE: gl.constexpr, LAYOUT: gl.constexpr):
     """(E4M3 `[32, SLICE]`, E8M0 exponents int32 `[SLICE / 32]`), as `mx.triton.quantize_tile`."""
     BLOCKS: gl.constexpr = SLICE // 32
     y = gl.reshape(gl.permute(gl.reshape(y, [32, BLOCKS, 32]), (1, 0, 2)), [BLOCKS, 1024])
@@ -72,7 +70,7 @@ def _quantized(y, KIND: gl.constexpr):
 @gluon.jit
 def _joined(share, mean, squares, columns, width, MEMBERS: gl.constexpr, CENTERED: gl.constexpr):
     """Statistics of whole rows from those of all members' columns (Chan, Golub and LeVeque), in the members' order."""
-    row = gl.arange(0, 32, gl.SliceLayout(1, LAYOUT))
+    row = gl.arange(0, 32, mean.type.layout)
     mine = (mean.to(gl.int32, bitcast=True).to(gl.int64) << 32) | squares.to(gl.uint32, bitcast=True).to(gl.int64)
     member = gl.program_id(0) % MEMBERS
     gl.atomic_xchg(share + member * 32 + row, mine, sem="relaxed")
@@ -102,57 +100,66 @@ def _live(row, rows, column, width, WHOLE: gl.constexpr):
     return mask
 
 
+@gluon.jit
+def _fetch(x_desc, r_desc, x, r, ready, step, tile, stride, first, PARTS: gl.constexpr, SLOTS: gl.constexpr,
+           RESIDUAL: gl.constexpr):
+    """Slice number `step` of this program, counted over its tiles, on its way to its slot."""
+    slot = step % SLOTS
+    at = [(tile + step // PARTS * stride) * 32, first + step % PARTS * x_desc.block_type.shape[1]]
+    mbarrier.expect(ready.index(slot), (2 if RESIDUAL else 1) * x_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(x_desc, at, ready.index(slot), x.index(slot))
+    if RESIDUAL:
+        tma.async_copy_global_to_shared(r_desc, at, ready.index(slot), r.index(slot))
+
+
 @gluon.jit(do_not_specialize=["rows"])
 def _forward_mx(x_desc, r_desc, weight, bias, data, scale, total, mean_out, rstd_out, shares, rows, width, eps,
                 CENTERED: gl.constexpr, RESIDUAL: gl.constexpr, WEIGHT: gl.constexpr, BIAS: gl.constexpr,
-                TILES: gl.constexpr, PARTS: gl.constexpr, MEMBERS: gl.constexpr, WHOLE: gl.constexpr):
-    """`TILES` times 32 rows, of each `PARTS` slices of columns: those of this member of `MEMBERS`."""
+                SLICE: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr, MEMBERS: gl.constexpr,
+                WHOLE: gl.constexpr):
+    """Tiles of 32 rows, of each the `PARTS` slices of columns that belong to this member of `MEMBERS`."""
     kind: gl.constexpr = x_desc.dtype
-    group, member = gl.program_id(0) // MEMBERS, gl.program_id(0) % MEMBERS
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [1, SLICE // 32], [1, 0])
+    member, tile, stride = gl.program_id(0) % MEMBERS, gl.program_id(0) // MEMBERS, gl.num_programs(0) // MEMBERS
     first = member * (PARTS * SLICE)
-    x = gl.allocate_shared_memory(kind, [TILES * PARTS, 32, SLICE], x_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
+    steps = gl.cdiv(gl.cdiv(rows, 32) - tile, stride) * PARTS
+    x = gl.allocate_shared_memory(kind, [SLOTS, 32, SLICE], x_desc.layout)
+    r = x
     if RESIDUAL:
-        r = gl.allocate_shared_memory(kind, [TILES * PARTS, 32, SLICE], x_desc.layout)
-    for tile in gl.static_range(TILES):
-        mbarrier.init(ready.index(tile), count=1)
-    for tile in gl.static_range(TILES):
-        mbarrier.expect(ready.index(tile), (2 if RESIDUAL else 1) * PARTS * x_desc.block_type.nbytes)
-        for part in gl.static_range(PARTS):
-            at = [(group * TILES + tile) * 32, first + part * SLICE]
-            tma.async_copy_global_to_shared(x_desc, at, ready.index(tile), x.index(tile * PARTS + part))
-            if RESIDUAL:
-                tma.async_copy_global_to_shared(r_desc, at, ready.index(tile), r.index(tile * PARTS + part))
+        r = gl.allocate_shared_memory(kind, [SLOTS, 32, SLICE], x_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(SLOTS):
+        mbarrier.init(ready.index(n), count=1)
+    for n in gl.static_range(SLOTS):
+        if n < steps:
+            _fetch(x_desc, r_desc, x, r, ready, n, tile, stride, first, PARTS, SLOTS, RESIDUAL)
     local = gl.arange(0, 32, gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, SLICE, gl.SliceLayout(0, LAYOUT))
     offset = local[:, None] * width + column[None, :]
     used = gl.cdiv(width, 32)
-    for tile in gl.static_range(TILES):
-        block_row = (group * TILES + tile).to(gl.int64)
-        row = (group * TILES + tile) * 32 + local
+    for step in range(0, steps, PARTS):
+        block_row = (tile + step // PARTS * stride).to(gl.int64)
+        row = (tile + step // PARTS * stride) * 32 + local
         base = block_row * 32 * width + first
-        mbarrier.wait(ready.index(tile), 0)
         sums = gl.zeros([32, SLICE], gl.float32, LAYOUT)
         for part in gl.static_range(PARTS):
-            values = x.index(tile * PARTS + part).load(LAYOUT)
+            slot = (step + part) % SLOTS
+            mbarrier.wait(ready.index(slot), (step + part) // SLOTS & 1)
+            values = x.index(slot).load(LAYOUT)
             if RESIDUAL:
-                added = _wide(values) + _wide(r.index(tile * PARTS + part).load(LAYOUT))
-                values = added.to(kind)
-                x.index(tile * PARTS + part).store(values)
+                values = (_wide(values) + _wide(r.index(slot).load(LAYOUT))).to(kind)
+                x.index(slot).store(values)
                 mask = _live(row, rows, first + part * SLICE + column, width, WHOLE)
                 gl.store(total + base + part * SLICE + offset, values, mask=mask)
             values = _wide(values)
-            if CENTERED:
-                sums += values
-            else:
-                sums += values * values
+            sums += values if CENTERED else values * values
         squares = gl.sum(sums, 1)
         mean = gl.zeros_like(squares)
         if CENTERED:
             mean = squares / gl.minimum(width - first, PARTS * SLICE).to(gl.float32)
             sums = gl.zeros([32, SLICE], gl.float32, LAYOUT)
             for part in gl.static_range(PARTS):
-                values = _wide(x.index(tile * PARTS + part).load(LAYOUT)) - mean[:, None]
+                values = _wide(x.index((step + part) % SLOTS).load(LAYOUT)) - mean[:, None]
                 if not WHOLE:
                     values = gl.where((first + part * SLICE + column < width)[None, :], values, 0.0)
                 sums += values * values
@@ -167,7 +174,11 @@ def _forward_mx(x_desc, r_desc, weight, bias, data, scale, total, mean_out, rstd
                 gl.store(mean_out + row, mean, mask=row < rows)
         for part in gl.static_range(PARTS):
             columns = first + part * SLICE + column
-            y = _wide(x.index(tile * PARTS + part).load(LAYOUT))
+            y = _wide(x.index((step + part) % SLOTS).load(LAYOUT))
+            if step + part + SLOTS < steps:
+                if RESIDUAL:
+                    fence_async_shared()
+                _fetch(x_desc, r_desc, x, r, ready, step + part + SLOTS, tile, stride, first, PARTS, SLOTS, RESIDUAL)
             if CENTERED:
                 y = y - mean[:, None]
             y = y * rstd[:, None]
@@ -178,22 +189,20 @@ def _forward_mx(x_desc, r_desc, weight, bias, data, scale, total, mean_out, rstd
             mask = _live(row, rows, columns, width, WHOLE)
             if CENTERED or BIAS:
                 y = gl.where(mask, y, 0.0)
-            scaled, exponent = _quantized(y, kind)
+            scaled, exponent = _quantized(y, kind, SLICE, LAYOUT)
             gl.store(data + base + part * SLICE + offset, scaled, mask=mask)
             at = first // 32 + part * (SLICE // 32) + gl.arange(0, SLICE // 32, exponent.type.layout)
-            gl.store(scale + block_row * used + at, exponent.to(gl.uint8), mask=(at < used) & (block_row * 32 < rows))
-    for tile in gl.static_range(TILES):
-        mbarrier.invalidate(ready.index(tile))
+            gl.store(scale + block_row * used + at, exponent.to(gl.uint8), mask=at < used)
+    for n in gl.static_range(SLOTS):
+        mbarrier.invalidate(ready.index(n))
 
 
-def _descriptor(x: Tensor) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(SWIZZLE, 16, 2)
-    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [32, SLICE.value], layout)
+def _descriptor(x: Tensor, columns: int) -> TensorDescriptor:
+    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [32, columns], gl.NVMMASharedLayout(SWIZZLE, 16, 2))
 
 
 def norm_quantize_forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
-                          centered: bool, slices: int | None = None,
-                          registers: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+                          centered: bool, plan: tuple) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See `reference.norm_quantize_forward`."""
     from opengem.kernels.norm.triton import _row_outputs
     x = x.contiguous()
@@ -203,16 +212,22 @@ def norm_quantize_forward(x: Tensor, residual: Tensor | None, weight: Tensor | N
     total, mean, rstd = _row_outputs(x, residual, centered)
     if not rows:
         return data, scale, total, mean, rstd
-    slices = slices or (4 if residual is None else 2)  # that fit
-    wanted = -(-width // SLICE.value)
-    parts = min(slices, 1 << (wanted - 1).bit_length())
-    members, tiles = -(-wanted // parts), slices // parts
-    groups = -(-scale.shape[0] // tiles)
-    shares = torch.full((groups * 32 * members,), -1, dtype=torch.int64, device=x.device) if members > 1 else scale
+    warps, slots, most, ctas, registers = plan
+    columns = 32 * warps
+    wanted = -(-width // columns)
+    parts = min(most, 1 << (wanted - 1).bit_length())
+    slots = max(slots, parts)
+    members = -(-wanted // parts)
+    tiles = scale.shape[0]
+    groups = min(tiles, ctas * multiprocessors(x.device) // members) if ctas else tiles
+    if not ctas:
+        slots = parts
+    shares = torch.full((tiles * 32 * members,), -1, dtype=torch.int64, device=x.device) if members > 1 else scale
     tensors = [x if y is None else y.contiguous() for y in (residual, weight, bias)]
     present = tuple(y is not None for y in (residual, weight, bias))
     launch(_forward_mx, (groups * members, 1, 1), kind_of(x, *tensors, shares, facts=(width,)),
-           (_descriptor(x), _descriptor(tensors[0]), *tensors[1:], data, scale, total, mean, rstd, shares, rows, width,
-            eps), (centered, *present, tiles, parts, members, width % (SLICE.value * parts) == 0), warps=8,
+           (_descriptor(x, columns), _descriptor(tensors[0], columns), *tensors[1:], data, scale, total, mean, rstd,
+            shares, rows, width, eps),
+           (centered, *present, columns, parts, slots, members, width % (columns * parts) == 0), warps=warps,
            registers=registers)
     return data, scale, total, mean, rstd
