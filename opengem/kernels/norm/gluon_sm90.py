@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from opengem.kernels.launch import kind_of, launch, multiprocessors
+from opengem.kernels.norm import triton as portable
 
 KEEP_NAN = gl.constexpr(tl.PropagateNan.ALL)
 SWIZZLE = 64
@@ -204,12 +205,11 @@ def _descriptor(x: Tensor, columns: int) -> TensorDescriptor:
 def norm_quantize_forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
                           centered: bool, plan: tuple) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See `reference.norm_quantize_forward`."""
-    from opengem.kernels.norm.triton import _row_outputs
     x = x.contiguous()
     rows, width = x.shape
     data = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
     scale = x.new_empty((-(-rows // 32), -(-width // 32)), dtype=torch.uint8)
-    total, mean, rstd = _row_outputs(x, residual, centered)
+    total, mean, rstd = portable.row_outputs(x, residual, centered)
     if not rows:
         return data, scale, total, mean, rstd
     warps, slots, most, ctas, registers = plan
