@@ -1,10 +1,11 @@
 """Norms fused with quantisation on Hopper in Gluon: 32 rows of x come by TMA and stay in shared memory for two passes.
 
 A block of the quantised result spans 32 rows and its scale needs their statistics first, so every element is looked at
-twice. Held in registers that is too few bytes under way; here a program keeps up to 64 KB in shared memory, three
+twice. Held in registers that is too few bytes under way; here a program keeps 32 or 64 KB in shared memory, several
 programs share a multiprocessor, and while one computes the others load. Rows of more than 1,024 elements (512 with a
 residual, which takes half of the room) are split between programs that hand each other their share of the statistics
-through memory; they wait only for programs of the same 32 rows, which start together, and add the shares in order.
+through memory. They wait only for programs of the same rows, which start together, and add the shares in order: the
+same bits every run.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from opengem.kernels.launch import kind_of, launch, multiprocessors
+from opengem.kernels.launch import kind_of, launch
 from opengem.kernels.norm import triton as portable
 
 KEEP_NAN = gl.constexpr(tl.PropagateNan.ALL)
-SWIZZLE = 64
+SLICE = gl.constexpr(256)  # columns a program works on at a time: a block of 32 for each of eight warps
+LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [1, 8], [1, 0]))
 
 
 @gluon.jit
@@ -54,7 +56,7 @@ def _scaled(y, inverse, KIND: gl.constexpr):
 
 
 @gluon.jit
-def _quantized(y, KIND: gl.constexpr, SLICE: gl.constexpr, LAYOUT: gl.constexpr):
+def _quantized(y, KIND: gl.constexpr):
     """(E4M3 `[32, SLICE]`, E8M0 exponents int32 `[SLICE / 32]`), as `mx.triton.quantize_tile`."""
     BLOCKS: gl.constexpr = SLICE // 32
     y = gl.reshape(gl.permute(gl.reshape(y, [32, BLOCKS, 32]), (1, 0, 2)), [BLOCKS, 1024])
@@ -69,22 +71,58 @@ def _quantized(y, KIND: gl.constexpr, SLICE: gl.constexpr, LAYOUT: gl.constexpr)
 
 
 @gluon.jit
-def _joined(share, mean, squares, columns, width, MEMBERS: gl.constexpr, CENTERED: gl.constexpr):
+def _statistics(x, r, total, top, rows, first, width, CENTERED: gl.constexpr, RESIDUAL: gl.constexpr,
+                PARTS: gl.constexpr, WHOLE: gl.constexpr, BASE: gl.constexpr):
+    """(mean or 0, sum of squares about it) of the columns from `first` on of 32 rows in the slices from `BASE` on.
+
+    With a residual the sum takes the place of x, and goes to `total` as well.
+    """
+    column = gl.arange(0, SLICE, gl.SliceLayout(0, LAYOUT))
+    sums = gl.zeros([32, SLICE], gl.float32, LAYOUT)
+    for part in gl.static_range(PARTS):
+        values = x.index(BASE + part).load(LAYOUT)
+        if RESIDUAL:
+            values = (_wide(values) + _wide(r.index(BASE + part).load(LAYOUT))).to(x.dtype)
+            x.index(BASE + part).store(values)
+            gl.store(total + _cells(first + part * SLICE, width), values,
+                     mask=_live(top, rows, first + part * SLICE + column, width, WHOLE))
+        values = _wide(values)
+        sums += values if CENTERED else values * values
+    squares = gl.sum(sums, 1)
+    mean = gl.zeros_like(squares)
+    if CENTERED:
+        mean = squares / gl.minimum(width - first, PARTS * SLICE).to(gl.float32)
+        sums = gl.zeros([32, SLICE], gl.float32, LAYOUT)
+        for part in gl.static_range(PARTS):
+            values = _wide(x.index(BASE + part).load(LAYOUT)) - mean[:, None]
+            if not WHOLE:
+                values = gl.where((first + part * SLICE + column < width)[None, :], values, 0.0)
+            sums += values * values
+        squares = gl.sum(sums, 1)
+    return mean, squares
+
+
+@gluon.jit
+def _hand_over(share, mean, squares):
+    """Both numbers of each row as one word, so that who reads it reads both; -1 stands for no word yet."""
+    word = (mean.to(gl.int32, bitcast=True).to(gl.int64) << 32) | squares.to(gl.uint32, bitcast=True).to(gl.int64)
+    gl.atomic_xchg(share + gl.arange(0, 32, mean.type.layout), word, sem="relaxed")
+
+
+@gluon.jit
+def _joined(shares, columns, width, MEMBERS: gl.constexpr, CENTERED: gl.constexpr):
     """Statistics of whole rows from those of all members' columns (Chan, Golub and LeVeque), in the members' order."""
-    row = gl.arange(0, 32, mean.type.layout)
-    mine = (mean.to(gl.int32, bitcast=True).to(gl.int64) << 32) | squares.to(gl.uint32, bitcast=True).to(gl.int64)
-    member = gl.program_id(0) % MEMBERS
-    gl.atomic_xchg(share + member * 32 + row, mine, sem="relaxed")
-    mean = gl.zeros_like(mean)
-    squares = gl.zeros_like(squares)
-    for other in gl.static_range(MEMBERS):
-        got = gl.load(share + other * 32 + row, volatile=True)
-        while gl.max((got == -1).to(gl.int32), 0) > 0:
-            got = gl.load(share + other * 32 + row, volatile=True)
-        theirs = (got & 0xFFFFFFFF).to(gl.uint32).to(gl.float32, bitcast=True)
+    row = gl.arange(0, 32, gl.SliceLayout(1, LAYOUT))
+    mean = gl.zeros([32], gl.float32, gl.SliceLayout(1, LAYOUT))
+    squares = gl.zeros([32], gl.float32, gl.SliceLayout(1, LAYOUT))
+    for member in gl.static_range(MEMBERS):
+        word = gl.load(shares + member * 32 + row, volatile=True)
+        while gl.max((word == -1).to(gl.int32), 0) > 0:
+            word = gl.load(shares + member * 32 + row, volatile=True)
+        theirs = (word & 0xFFFFFFFF).to(gl.uint32).to(gl.float32, bitcast=True)
         if CENTERED:
-            middle = (got >> 32).to(gl.int32).to(gl.float32, bitcast=True)
-            before = other * columns
+            middle = (word >> 32).to(gl.int32).to(gl.float32, bitcast=True)
+            before = member * columns
             count = gl.minimum(width - before, columns).to(gl.float32)
             part = count / (before + count)
             theirs += (middle - mean) * (middle - mean) * (before * part)
@@ -94,116 +132,115 @@ def _joined(share, mean, squares, columns, width, MEMBERS: gl.constexpr, CENTERE
 
 
 @gluon.jit
-def _live(row, rows, column, width, WHOLE: gl.constexpr):
-    mask = (row < rows)[:, None]
+def _cells(first, width):
+    """Offsets of the elements of a slice that begins at column `first` from the first of its 32 rows."""
+    local = gl.arange(0, 32, gl.SliceLayout(1, LAYOUT))
+    return local[:, None] * width + (first + gl.arange(0, SLICE, gl.SliceLayout(0, LAYOUT)))[None, :]
+
+
+@gluon.jit
+def _live(top, rows, column, width, WHOLE: gl.constexpr):
+    mask = (top + gl.arange(0, 32, gl.SliceLayout(1, LAYOUT)) < rows)[:, None]
     if not WHOLE:
         mask = mask & (column < width)[None, :]
     return mask
 
 
 @gluon.jit
-def _fetch(x_desc, r_desc, x, r, ready, step, tile, stride, first, PARTS: gl.constexpr, SLOTS: gl.constexpr,
-           RESIDUAL: gl.constexpr):
-    """Slice number `step` of this program, counted over its tiles, on its way to its slot."""
-    slot = step % SLOTS
-    at = [(tile + step // PARTS * stride) * 32, first + step % PARTS * x_desc.block_type.shape[1]]
-    mbarrier.expect(ready.index(slot), (2 if RESIDUAL else 1) * x_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(x_desc, at, ready.index(slot), x.index(slot))
-    if RESIDUAL:
-        tma.async_copy_global_to_shared(r_desc, at, ready.index(slot), r.index(slot))
+def _quantize_rows(x, mean, rstd, weight, bias, data, scale, top, rows, first, width, CENTERED: gl.constexpr,
+                   WEIGHT: gl.constexpr, BIAS: gl.constexpr, PARTS: gl.constexpr, WHOLE: gl.constexpr,
+                   BASE: gl.constexpr):
+    """The second pass: normalise what lies in shared memory and store its blocks."""
+    for part in gl.static_range(PARTS):
+        start = first + part * SLICE
+        column = start + gl.arange(0, SLICE, gl.SliceLayout(0, LAYOUT))
+        y = _wide(x.index(BASE + part).load(LAYOUT))
+        if CENTERED:
+            y = y - mean[:, None]
+        y = y * rstd[:, None]
+        if WEIGHT:
+            y = y * gl.load(weight + column, mask=column < width, other=0.0).to(gl.float32)[None, :]
+        if BIAS:
+            y = y + gl.load(bias + column, mask=column < width, other=0.0).to(gl.float32)[None, :]
+        mask = _live(top, rows, column, width, WHOLE)
+        if CENTERED or BIAS:
+            y = gl.where(mask, y, 0.0)
+        scaled, exponent = _quantized(y, x.dtype)
+        gl.store(data + _cells(start, width), scaled, mask=mask)
+        block = start // 32 + gl.arange(0, SLICE // 32, exponent.type.layout)
+        gl.store(scale + block, exponent.to(gl.uint8), mask=(block < gl.cdiv(width, 32)) & (top < rows))
+
+
+@gluon.jit
+def _finish(x, mean, squares, weight, bias, data, scale, mean_out, rstd_out, top, rows, first, width, eps,
+            CENTERED: gl.constexpr, WEIGHT: gl.constexpr, BIAS: gl.constexpr, PARTS: gl.constexpr, WHOLE: gl.constexpr,
+            BASE: gl.constexpr):
+    rstd = gl.rsqrt(squares / width + eps)
+    row = top + gl.arange(0, 32, rstd.type.layout)
+    if first == 0:
+        gl.store(rstd_out + row, rstd, mask=row < rows)
+        if CENTERED:
+            gl.store(mean_out + row, mean, mask=row < rows)
+    _quantize_rows(x, mean, rstd, weight, bias, data, scale, top, rows, first, width, CENTERED, WEIGHT, BIAS, PARTS,
+                   WHOLE, BASE)
 
 
 @gluon.jit(do_not_specialize=["rows"])
 def _forward_mx(x_desc, r_desc, weight, bias, data, scale, total, mean_out, rstd_out, shares, rows, width, eps,
                 CENTERED: gl.constexpr, RESIDUAL: gl.constexpr, WEIGHT: gl.constexpr, BIAS: gl.constexpr,
-                SLICE: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr, MEMBERS: gl.constexpr,
-                WHOLE: gl.constexpr):
-    """Tiles of 32 rows, of each the `PARTS` slices of columns that belong to this member of `MEMBERS`."""
-    kind: gl.constexpr = x_desc.dtype
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [1, SLICE // 32], [1, 0])
-    member, tile, stride = gl.program_id(0) % MEMBERS, gl.program_id(0) // MEMBERS, gl.num_programs(0) // MEMBERS
+                TILES: gl.constexpr, PARTS: gl.constexpr, MEMBERS: gl.constexpr, WHOLE: gl.constexpr):
+    """`TILES` times 32 rows, of each the `PARTS` slices of columns that belong to this member of `MEMBERS`."""
+    member, group = gl.program_id(0) % MEMBERS, gl.program_id(0) // MEMBERS * TILES
     first = member * (PARTS * SLICE)
-    steps = gl.cdiv(gl.cdiv(rows, 32) - tile, stride) * PARTS
-    x = gl.allocate_shared_memory(kind, [SLOTS, 32, SLICE], x_desc.layout)
+    x = gl.allocate_shared_memory(x_desc.dtype, [TILES * PARTS, 32, SLICE], x_desc.layout)
     r = x
     if RESIDUAL:
-        r = gl.allocate_shared_memory(kind, [SLOTS, 32, SLICE], x_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(SLOTS):
-        mbarrier.init(ready.index(n), count=1)
-    for n in gl.static_range(SLOTS):
-        if n < steps:
-            _fetch(x_desc, r_desc, x, r, ready, n, tile, stride, first, PARTS, SLOTS, RESIDUAL)
-    local = gl.arange(0, 32, gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, SLICE, gl.SliceLayout(0, LAYOUT))
-    offset = local[:, None] * width + column[None, :]
-    used = gl.cdiv(width, 32)
-    for step in range(0, steps, PARTS):
-        block_row = (tile + step // PARTS * stride).to(gl.int64)
-        row = (tile + step // PARTS * stride) * 32 + local
-        base = block_row * 32 * width + first
-        sums = gl.zeros([32, SLICE], gl.float32, LAYOUT)
+        r = gl.allocate_shared_memory(x_desc.dtype, [TILES * PARTS, 32, SLICE], x_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
+    for tile in gl.static_range(TILES):
+        mbarrier.init(ready.index(tile), count=1)
+    for tile in gl.static_range(TILES):
+        mbarrier.expect(ready.index(tile), (2 if RESIDUAL else 1) * PARTS * x_desc.block_type.nbytes)
         for part in gl.static_range(PARTS):
-            slot = (step + part) % SLOTS
-            mbarrier.wait(ready.index(slot), (step + part) // SLOTS & 1)
-            values = x.index(slot).load(LAYOUT)
+            at, slot = [(group + tile) * 32, first + part * SLICE], tile * PARTS + part
+            tma.async_copy_global_to_shared(x_desc, at, ready.index(tile), x.index(slot))
             if RESIDUAL:
-                values = (_wide(values) + _wide(r.index(slot).load(LAYOUT))).to(kind)
-                x.index(slot).store(values)
-                mask = _live(row, rows, first + part * SLICE + column, width, WHOLE)
-                gl.store(total + base + part * SLICE + offset, values, mask=mask)
-            values = _wide(values)
-            sums += values if CENTERED else values * values
-        squares = gl.sum(sums, 1)
-        mean = gl.zeros_like(squares)
-        if CENTERED:
-            mean = squares / gl.minimum(width - first, PARTS * SLICE).to(gl.float32)
-            sums = gl.zeros([32, SLICE], gl.float32, LAYOUT)
-            for part in gl.static_range(PARTS):
-                values = _wide(x.index((step + part) % SLOTS).load(LAYOUT)) - mean[:, None]
-                if not WHOLE:
-                    values = gl.where((first + part * SLICE + column < width)[None, :], values, 0.0)
-                sums += values * values
-            squares = gl.sum(sums, 1)
+                tma.async_copy_global_to_shared(r_desc, at, ready.index(tile), r.index(slot))
+    for tile in gl.static_range(TILES):
+        block_row = (group + tile).to(gl.int64)
+        top, base = (group + tile) * 32, block_row * 32 * width
+        mbarrier.wait(ready.index(tile), 0)
+        mean, squares = _statistics(x, r, total + base, top, rows, first, width, CENTERED, RESIDUAL, PARTS, WHOLE,
+                                    tile * PARTS)
         if MEMBERS > 1:
-            mean, squares = _joined(shares + block_row * (MEMBERS * 32), mean, squares, PARTS * SLICE, width, MEMBERS,
-                                    CENTERED)
-        rstd = gl.rsqrt(squares / width + eps)
-        if member == 0:
-            gl.store(rstd_out + row, rstd, mask=row < rows)
-            if CENTERED:
-                gl.store(mean_out + row, mean, mask=row < rows)
-        for part in gl.static_range(PARTS):
-            columns = first + part * SLICE + column
-            y = _wide(x.index((step + part) % SLOTS).load(LAYOUT))
-            if step + part + SLOTS < steps:
-                if RESIDUAL:
-                    fence_async_shared()
-                _fetch(x_desc, r_desc, x, r, ready, step + part + SLOTS, tile, stride, first, PARTS, SLOTS, RESIDUAL)
-            if CENTERED:
-                y = y - mean[:, None]
-            y = y * rstd[:, None]
-            if WEIGHT:
-                y = y * gl.load(weight + columns, mask=columns < width, other=0.0).to(gl.float32)[None, :]
-            if BIAS:
-                y = y + gl.load(bias + columns, mask=columns < width, other=0.0).to(gl.float32)[None, :]
-            mask = _live(row, rows, columns, width, WHOLE)
-            if CENTERED or BIAS:
-                y = gl.where(mask, y, 0.0)
-            scaled, exponent = _quantized(y, kind, SLICE, LAYOUT)
-            gl.store(data + base + part * SLICE + offset, scaled, mask=mask)
-            at = first // 32 + part * (SLICE // 32) + gl.arange(0, SLICE // 32, exponent.type.layout)
-            gl.store(scale + block_row * used + at, exponent.to(gl.uint8), mask=at < used)
-    for n in gl.static_range(SLOTS):
-        mbarrier.invalidate(ready.index(n))
+            _hand_over(shares + (block_row * MEMBERS + member) * 32, mean, squares)
+        else:
+            _finish(x, mean, squares, weight, bias, data + base, scale + block_row * gl.cdiv(width, 32), mean_out,
+                    rstd_out, top, rows, first, width, eps, CENTERED, WEIGHT, BIAS, PARTS, WHOLE, tile * PARTS)
+    if MEMBERS > 1:
+        for tile in gl.static_range(TILES):
+            block_row = (group + tile).to(gl.int64)
+            top, base = (group + tile) * 32, block_row * 32 * width
+            mean, squares = _joined(shares + block_row * (MEMBERS * 32), PARTS * SLICE, width, MEMBERS, CENTERED)
+            _finish(x, mean, squares, weight, bias, data + base, scale + block_row * gl.cdiv(width, 32), mean_out,
+                    rstd_out, top, rows, first, width, eps, CENTERED, WEIGHT, BIAS, PARTS, WHOLE, tile * PARTS)
+    for tile in gl.static_range(TILES):
+        mbarrier.invalidate(ready.index(tile))
 
 
-def _descriptor(x: Tensor, columns: int) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [32, columns], gl.NVMMASharedLayout(SWIZZLE, 16, 2))
+def _descriptor(x: Tensor) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
+    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [32, SLICE.value], layout)
+
+
+def _plan(slices: int, residual: bool) -> tuple[int, int]:
+    """(tiles of 32 rows, slices of each) a program takes of rows of so many slices: what was fastest on an H200."""
+    parts = min(2 if residual else 4, 1 << (slices - 1).bit_length())
+    return 2 if parts == 1 and not residual else 1, parts
 
 
 def norm_quantize_forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
-                          centered: bool, plan: tuple) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+                          centered: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See `reference.norm_quantize_forward`."""
     x = x.contiguous()
     rows, width = x.shape
@@ -212,22 +249,15 @@ def norm_quantize_forward(x: Tensor, residual: Tensor | None, weight: Tensor | N
     total, mean, rstd = portable.row_outputs(x, residual, centered)
     if not rows:
         return data, scale, total, mean, rstd
-    warps, slots, most, ctas, registers = plan
-    columns = 32 * warps
-    wanted = -(-width // columns)
-    parts = min(most, 1 << (wanted - 1).bit_length())
-    slots = max(slots, parts)
-    members = -(-wanted // parts)
-    tiles = scale.shape[0]
-    groups = min(tiles, ctas * multiprocessors(x.device) // members) if ctas else tiles
-    if not ctas:
-        slots = parts
-    shares = torch.full((tiles * 32 * members,), -1, dtype=torch.int64, device=x.device) if members > 1 else scale
+    slices = -(-width // SLICE.value)
+    tiles, parts = _plan(slices, residual is not None)
+    groups, members = -(-scale.shape[0] // tiles), -(-slices // parts)
+    shares = x.new_empty(0, dtype=torch.int64)
+    if members > 1:
+        shares = torch.full((groups * tiles * members * 32,), -1, dtype=torch.int64, device=x.device)
     tensors = [x if y is None else y.contiguous() for y in (residual, weight, bias)]
-    present = tuple(y is not None for y in (residual, weight, bias))
-    launch(_forward_mx, (groups * members, 1, 1), kind_of(x, *tensors, shares, facts=(width,)),
-           (_descriptor(x, columns), _descriptor(tensors[0], columns), *tensors[1:], data, scale, total, mean, rstd,
-            shares, rows, width, eps),
-           (centered, *present, columns, parts, slots, members, width % (columns * parts) == 0), warps=warps,
-           registers=registers)
+    present = (y is not None for y in (residual, weight, bias))
+    launch(_forward_mx, (groups * members, 1, 1), kind_of(x, *tensors, facts=(width,)),
+           (_descriptor(x), _descriptor(tensors[0]), *tensors[1:], data, scale, total, mean, rstd, shares, rows, width,
+            eps), (centered, *present, tiles, parts, members, width % (SLICE.value * parts) == 0), warps=8)
     return data, scale, total, mean, rstd
