@@ -137,52 +137,51 @@ def _segment_sum(values, offsets, out, width, ROWS: tl.constexpr, COLUMNS: tl.co
 
 
 @triton.jit(do_not_specialize=["uses", "rows"])
-def _count_uses(index, counts, only, arrival, uses, rows, USES: tl.constexpr):
-    """How often each row is used, one of its uses (in `only`: of a row used once, that use), and for each use how many
-    of its row came before it, in whatever order they came. `counts[rows]` becomes 1 if any row is used twice."""
+def _count_uses(index, seen, arrival, uses, rows, USES: tl.constexpr):
+    """For each row how often it is used and, above bit 32, the sum of its uses, that is the use where there is one; and
+    for each use how many of its row came before it, in whatever order. `seen[rows]` is 1 if any row is used twice."""
     use = tl.program_id(0) * USES + tl.arange(0, USES)
     row = tl.load(index + use, mask=use < uses, other=-1)
     known = (row >= 0) & (row < rows)
-    before = tl.atomic_add(counts + row, 1, mask=known, sem="relaxed")
+    before = tl.atomic_add(seen + row, (use.to(tl.int64) << 32) + 1, mask=known, sem="relaxed").to(tl.int32)
     tl.store(arrival + use, before, mask=known)
-    tl.store(only + row, use, mask=known & (before == 0))
-    tl.store(counts + rows + tl.zeros_like(use), 1, mask=known & (before > 0))
+    tl.store(seen + rows + tl.zeros_like(use), 1, mask=known & (before > 0))
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _allot(counts, firsts, rows, ROWS: tl.constexpr):
+def _allot(seen, firsts, rows, ROWS: tl.constexpr):
     """A stretch of places for the uses of each row used more than once; which stretch, nothing depends on."""
-    if tl.load(counts + rows) == 0:
+    if tl.load(seen + rows) == 0:
         return
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    count = tl.load(counts + row, mask=row < rows, other=0)
+    count = tl.load(seen + row, mask=row < rows, other=0).to(tl.int32)
     count = tl.where(count > 1, count, 0)
-    first = tl.atomic_add(counts + rows + 1, tl.sum(count, 0), sem="relaxed")
+    first = tl.atomic_add(seen + rows + 1, tl.sum(count, 0).to(tl.int64), sem="relaxed").to(tl.int32)
     tl.store(firsts + row, first + tl.cumsum(count, 0) - count, mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["uses", "rows"])
-def _place_uses(index, firsts, counts, arrival, order, uses, rows, USES: tl.constexpr):
+def _place_uses(index, firsts, seen, arrival, order, uses, rows, USES: tl.constexpr):
     """The uses of each row used more than once, in order of arrival."""
-    if tl.load(counts + rows) == 0:
+    if tl.load(seen + rows) == 0:
         return
     use = tl.program_id(0) * USES + tl.arange(0, USES)
     row = tl.load(index + use, mask=use < uses, other=-1)
     known = (row >= 0) & (row < rows)
-    known = known & (tl.load(counts + row, mask=known, other=0) > 1)
+    known = known & (tl.load(seen + row, mask=known, other=0).to(tl.int32) > 1)
     first = tl.load(firsts + row, mask=known)
     tl.store(order + first + tl.load(arrival + use, mask=known), use, mask=known)
 
 
 @triton.jit(do_not_specialize=["uses", "rows"])
-def _rank_uses(index, firsts, counts, order, ranked, uses, rows, USES: tl.constexpr):
+def _rank_uses(index, firsts, seen, order, ranked, uses, rows, USES: tl.constexpr):
     """The same with the uses of a row in their own order, so that no order of arrival decides a sum."""
-    if tl.load(counts + rows) == 0:
+    if tl.load(seen + rows) == 0:
         return
     use = tl.program_id(0) * USES + tl.arange(0, USES)
     row = tl.load(index + use, mask=use < uses, other=-1)
     known = (row >= 0) & (row < rows)
-    count = tl.load(counts + row, mask=known, other=0)
+    count = tl.load(seen + row, mask=known, other=0).to(tl.int32)
     count = tl.where(count > 1, count, 0)
     first = tl.load(firsts + row, mask=count > 0, other=0)
     rank = tl.zeros([USES], tl.int32)
@@ -192,15 +191,15 @@ def _rank_uses(index, firsts, counts, order, ranked, uses, rows, USES: tl.conste
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def _sum_uses(grad, ranked, firsts, counts, only, out, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _sum_uses(grad, ranked, firsts, seen, out, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Row r of `out` is the sum of the rows of `grad` that are its uses, one after the other."""
     row, column = _tile(rows, width, ROWS, COLUMNS)
-    count = tl.load(counts + row, mask=row < rows, other=0)
+    word = tl.load(seen + row, mask=row < rows, other=0)
+    count = word.to(tl.int32)
     first = tl.load(firsts + row, mask=count > 1, other=0)
     mask = (row < rows)[:, None] & (column < width)[None, :]
-    source = tl.load(only + row, mask=count == 1, other=-1)
-    source = tl.where(count > 1, tl.load(ranked + first, mask=count > 1, other=-1), source).to(tl.int64)
-    live = mask & (source >= 0)[:, None]
+    source = tl.where(count == 1, word >> 32, tl.load(ranked + first, mask=count > 1, other=-1))
+    live = mask & (count > 0)[:, None]
     total = tl.load(grad + source[:, None] * width + column[None, :], mask=live, other=0.0).to(tl.float32)
     for use in range(1, tl.max(count, 0)):
         source = tl.load(ranked + first + use, mask=use < count, other=-1).to(tl.int64)
@@ -368,17 +367,15 @@ def gather_rows_backward(grad: Tensor, index: Tensor, rows: int) -> Tensor:
     if out.numel() == 0 or uses == 0:
         return out.zero_()
     index, width = index.contiguous(), _width(out, rows)
-    counts = torch.zeros(rows + 2, dtype=torch.int32, device=grad.device)  # and: is any above 1, places given so far
-    only, firsts = torch.empty((2, rows), dtype=torch.int32, device=grad.device)
-    arrival, order, ranked = torch.empty((3, uses), dtype=torch.int32, device=grad.device)
-    grid = triton.cdiv(uses, USES), 1, 1
-    launch(_count_uses, grid, kind_of(index, arrival, only), (index, counts, only, arrival, uses, rows), (USES,))
-    launch(_allot, (triton.cdiv(rows, 1024), 1, 1), kind_of(firsts), (counts, firsts, rows), (1024,))
-    launch(_place_uses, grid, kind_of(index, firsts, arrival, order),
-           (index, firsts, counts, arrival, order, uses, rows), (USES,))
-    launch(_rank_uses, grid, kind_of(index, firsts, order, ranked), (index, firsts, counts, order, ranked, uses, rows),
-           (USES,))
-    _copy_tiles(_sum_uses, rows, width, (grad.contiguous(), ranked, firsts, counts, only, out), (width,), tile=USE_TILE)
+    seen = torch.zeros(rows + 2, dtype=torch.int64, device=grad.device)  # and: is any used twice, places given so far
+    firsts = torch.empty(rows, dtype=torch.int32, device=grad.device)
+    arrival, order, ranked = (torch.empty(uses, dtype=torch.int32, device=grad.device) for _ in range(3))
+    grid, key = (triton.cdiv(uses, USES), 1, 1), kind_of(index, arrival, order, ranked)
+    launch(_count_uses, grid, key, (index, seen, arrival, uses, rows), (USES,))
+    launch(_allot, (triton.cdiv(rows, 1024), 1, 1), kind_of(firsts), (seen, firsts, rows), (1024,))
+    launch(_place_uses, grid, key, (index, firsts, seen, arrival, order, uses, rows), (USES,))
+    launch(_rank_uses, grid, key, (index, firsts, seen, order, ranked, uses, rows), (USES,))
+    _copy_tiles(_sum_uses, rows, width, (grad.contiguous(), ranked, firsts, seen, out), (width,), tile=USE_TILE)
     return out
 
 
