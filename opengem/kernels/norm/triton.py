@@ -15,7 +15,8 @@ from torch import Tensor
 from opengem.kernels.launch import kind_of, launch, multiprocessors
 from opengem.kernels.mx.triton import quantize_tile
 
-TILE = 8192  # elements of a tile of the forward, with eight warps
+TILE = 8192  # elements of a tile of the forward
+WARPS = 8  # for it
 BACKWARD_TILE = 2048  # the same for the backward, which holds more of them
 BACKWARD_PROGRAMS = 2  # of eight warps an SM
 BACKWARD_STAGES = 4  # tiles under way: the sums over a row would otherwise leave the memory idle
@@ -245,7 +246,7 @@ def norm_forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias
     tile_rows = max(1, TILE // padded)
     if rows:
         launch(_forward, (triton.cdiv(rows, tile_rows), 1, 1), key, (*tensors, y, total, mean, rstd, rows, width, eps),
-               (centered, *present, tile_rows, padded), warps=8)
+               (centered, *present, tile_rows, padded), warps=WARPS)
     return y, total, mean, rstd
 
 
