@@ -42,14 +42,15 @@ def torch_rms_quantize(x, residual, weight):
     return torch_quantize(torch_rms(x, residual, weight))
 
 
-def _norm(name: str, width: int, ours, peers: dict, *, backward: bool = True, **counted: bool) -> Case:
+def _norm(name: str, width: int, ours, peers: dict, *, backward: bool = True, tolerance: float = 2e-2,
+          **counted: bool) -> Case:
     rows = ELEMENTS // width
     written = "1 + 1 / 1024 (y in blocks)" if counted.get("quantize") else "2 (y)"
     behind = "; backward 2 (x) + 2 (dy) + 2 (dx)" if backward else ""
     more = " + 2 (residual) + 2 (sum)" if counted.get("residual") else ""
     return Case(
         op="norm", name=name, shape={"M": rows, "N": width}, make=lambda device, seed: make(device, seed, width),
-        ours=ours, peers=peers, fwd_bytes=cost.bytes(rows, width, **counted),
+        ours=ours, peers=peers, tolerance=tolerance, fwd_bytes=cost.bytes(rows, width, **counted),
         bwd_bytes=cost.backward_bytes(rows, width) if backward else 0,
         counted=f"bytes an element: 2 (x){more} + {written}{behind}")
 
@@ -68,5 +69,5 @@ def cases() -> list[Case]:
         out.append(_norm(f"rms_quantize_{width}", width, lambda x, r, w: rms_norm(x, w, quantize="e4m3").data,
                          {"torch_compile": lambda x, r, w: compiled(torch_rms_quantize)(x, r, w)[0],
                           "opengem_unfused": lambda x, r, w: quantize_mx(rms_norm(x, w)).data},
-                         backward=False, quantize=True))
+                         backward=False, quantize=True, tolerance=5e-2))  # compiled, y is not rounded to bf16 first
     return out

@@ -93,8 +93,15 @@ def launch(folder: Path, data: str, attention: str, seed: int, arguments: Argume
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def mean_and_error(values: list[float]) -> str:
+    """Mean, standard error and number of the values."""
+    if len(values) < 2:
+        return f"{values}"
+    return f"{statistics.mean(values):+.4f} +- {statistics.stdev(values) / len(values) ** 0.5:.4f} ({len(values)})"
+
+
 def report(rows: list[dict], oracles: dict[str, dict]) -> list[str]:
-    """Lines of NE against full attention, seed by seed, beside the oracle's price."""
+    """Lines of NE against full attention, mean and standard error over the seeds, beside the oracle's price."""
     found = {(row["case"], row["impl"], row["seed"]): row["ne"] for row in rows if "ne" in row}
     seeds = sorted({seed for _, _, seed in found})
     lines = []
@@ -107,8 +114,7 @@ def report(rows: list[dict], oracles: dict[str, dict]) -> list[str]:
             gaps = [100 * (found[case, attention, s] / found[case, "full", s] - 1) for s in seeds
                     if (case, attention, s) in found and (case, "full", s) in found]
             if values:
-                against = f", over full {statistics.mean(gaps):+.3f} % {[round(g, 3) for g in gaps]}" if gaps else ""
-                lines.append(f"  {attention:<7} NE {statistics.mean(values):.4f} {values}{against}")
+                lines.append(f"  {attention:<7} NE {mean_and_error(values)}, over full % {mean_and_error(gaps)}")
     return lines
 
 
@@ -123,11 +129,10 @@ def main(arguments: Arguments) -> None:
         folder = Path(name)
         oracles = dict(zip(DATA, pool.map(lambda data: make_data(folder, data, arguments), DATA), strict=True))
         tasks = [(data, attention, seed) for seed in arguments.seeds for data in DATA for attention in ATTENTIONS]
-        rows = []
         for row in pool.map(lambda task: launch(folder, *task, arguments), tasks):
-            rows.append(row)
             with open(arguments.out, "a") as file:
                 file.write(json.dumps(row) + "\n")
+    rows = [json.loads(line) for line in arguments.out.read_text().splitlines()]
     print("\n".join(report(rows, oracles)))
 
 

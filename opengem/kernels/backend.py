@@ -48,14 +48,21 @@ TABLE: dict[str, tuple[Rule, ...]] = {
         Rule("triton", "bf16 or fp16, head_dim 32, 64, 96, 128 or 256",
              accepts=lambda f: f["dtype"] in HALF and f["head_dim"] in (32, 64, 96, 128, 256)),
     ),
-    # `gluon_sm90` is faster and passes its tests, but gradients of a training run came out as NaN with it where several
-    # processes shared the GPU (benchmarks/log/memory_bound.md): only `force` takes it until that is explained.
-    "block": (Rule("triton", "16-bit blocks of 64, head dim 64 or 128: one tile a program", capability=(9, 0),
-                   accepts=lambda f: f["dtype"] in HALF and f["head_dim"] in (64, 128) and f["block"] == 64),),
+    "block": (
+        Rule("gluon", "16-bit blocks of 64, head dim 64 or 128: rows by TMA", (9, 0), exact_capability=True,
+             accepts=lambda f: f["dtype"] in HALF and f["head_dim"] in (64, 128) and f["block"] == 64),
+        Rule("triton", "16-bit blocks of 64, head dim 64 or 128: one tile a program", capability=(9, 0),
+             accepts=lambda f: f["dtype"] in HALF and f["head_dim"] in (64, 128) and f["block"] == 64),
+    ),
     "rope": (Rule("triton", "one pass over 16-bit rows, head dim a power of two", capability=(9, 0),
                   accepts=lambda f: f["dtype"] in HALF and f["head_dim"] in (16, 32, 64, 128, 256)),),
-    "norm": (Rule("triton", "16-bit rows up to 8,192 wide, one read", capability=(9, 0),
-                  accepts=lambda f: f["dtype"] in HALF and f["width"] <= 8192),),
+    "norm": (
+        Rule("gluon", "quantised 16-bit rows, width a multiple of 16 up to 8,192: rows by TMA", (9, 0),
+             exact_capability=True,
+             accepts=lambda f: f["dtype"] in HALF and f["quantize"] and f["width"] % 16 == 0 and f["width"] <= 8192),
+        Rule("triton", "16-bit rows up to 8,192 wide, one read", capability=(9, 0),
+             accepts=lambda f: f["dtype"] in HALF and f["width"] <= 8192),
+    ),
     "mx": (Rule("triton", "32x32 blocks of E4M3 from 16 bit or fp32", capability=(9, 0),
                 accepts=lambda f: f["block"] == (32, 32) and f["format"] == "e4m3" and f["dtype"] != torch.float64),),
     "swiglu": (Rule("triton", "one pass over 16-bit gate and up", capability=(9, 0),

@@ -1,9 +1,9 @@
 """Block attention on Hopper in Gluon: a tile's rows come by TMA, straight to where the tensor cores read them.
 
-The kernels do what those of `triton.py` do, with the same bits: one tile of 64 rows and one head a program. There the
-rows pass through registers, and those rows under way are what fills a multiprocessor; here they take none, nor does
-anything wait for them but the product that needs them. A tile that reaches past its sample brings rows of the next one;
-they are overwritten with zeros.
+The kernels do what those of `triton.py` do, with the same bits but for interleaved pairs: one tile of 64 rows and one
+head a program. There the rows pass through registers, and those rows under way are what fills a multiprocessor; here
+they take none, nor does anything wait for them but the product that needs them. A tile that reaches past its sample
+brings rows of the next one; they are overwritten with zeros.
 
 A row is held as its two halves. With RoPE a half is rotated in place before the first product (half-split pairs lie
 across the halves, interleaved ones inside), and gradients, still fp32 in registers, before they are rounded. The words
@@ -52,7 +52,8 @@ def _fetch(desc, tiles, row, column, ready, HALF: gl.constexpr):
 
 @gluon.jit
 def _end(ready):
-    """Barriers keep their memory to the end: the compiler would give it to a tile once they were waited for."""
+    """Without this the compiler gives the barriers' memory to a tile once they were waited for, but the SM holds them
+    in a cache of its own: written back when another process takes its turn, they overwrite the tile."""
     mbarrier.invalidate(ready.index(0))
     mbarrier.invalidate(ready.index(1))
 

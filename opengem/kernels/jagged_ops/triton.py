@@ -137,51 +137,72 @@ def _segment_sum(values, offsets, out, width, ROWS: tl.constexpr, COLUMNS: tl.co
 
 
 @triton.jit(do_not_specialize=["uses", "rows"])
-def _count_uses(index, counts, arrival, uses, rows, USES: tl.constexpr):
-    """How often each row is used, and for each use how many of its row came before it (in whatever order they came)."""
+def _count_uses(index, seen, arrival, uses, rows, USES: tl.constexpr):
+    """For each row how often it is used and, above bit 32, the sum of its uses, that is the use where there is one; and
+    for each use how many of its row came before it, in whatever order. `seen[rows]` is 1 if any row is used twice."""
     use = tl.program_id(0) * USES + tl.arange(0, USES)
     row = tl.load(index + use, mask=use < uses, other=-1)
     known = (row >= 0) & (row < rows)
-    tl.store(arrival + use, tl.atomic_add(counts + row, 1, mask=known, sem="relaxed"), mask=known)
+    before = tl.atomic_add(seen + row, (use.to(tl.int64) << 32) + 1, mask=known, sem="relaxed").to(tl.int32)
+    tl.store(arrival + use, before, mask=known)
+    tl.store(seen + rows + tl.zeros_like(use), 1, mask=known & (before > 0))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _allot(seen, firsts, rows, ROWS: tl.constexpr):
+    """A stretch of places for the uses of each row used more than once; which stretch, nothing depends on."""
+    if tl.load(seen + rows) == 0:
+        return
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    count = tl.load(seen + row, mask=row < rows, other=0).to(tl.int32)
+    count = tl.where(count > 1, count, 0)
+    first = tl.atomic_add(seen + rows + 1, tl.sum(count, 0).to(tl.int64), sem="relaxed").to(tl.int32)
+    tl.store(firsts + row, first + tl.cumsum(count, 0) - count, mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["uses", "rows"])
-def _place_uses(index, ends, counts, arrival, order, uses, rows, USES: tl.constexpr):
-    """Uses grouped by row, those of a row in order of arrival. `ends` is the running sum of `counts`."""
+def _place_uses(index, firsts, seen, arrival, order, uses, rows, USES: tl.constexpr):
+    """The uses of each row used more than once, in order of arrival."""
+    if tl.load(seen + rows) == 0:
+        return
     use = tl.program_id(0) * USES + tl.arange(0, USES)
     row = tl.load(index + use, mask=use < uses, other=-1)
     known = (row >= 0) & (row < rows)
-    first = tl.load(ends + row, mask=known) - tl.load(counts + row, mask=known)
+    known = known & (tl.load(seen + row, mask=known, other=0).to(tl.int32) > 1)
+    first = tl.load(firsts + row, mask=known)
     tl.store(order + first + tl.load(arrival + use, mask=known), use, mask=known)
 
 
 @triton.jit(do_not_specialize=["uses", "rows"])
-def _rank_uses(index, ends, counts, order, ranked, uses, rows, USES: tl.constexpr):
+def _rank_uses(index, firsts, seen, order, ranked, uses, rows, USES: tl.constexpr):
     """The same with the uses of a row in their own order, so that no order of arrival decides a sum."""
+    if tl.load(seen + rows) == 0:
+        return
     use = tl.program_id(0) * USES + tl.arange(0, USES)
     row = tl.load(index + use, mask=use < uses, other=-1)
     known = (row >= 0) & (row < rows)
-    count = tl.load(counts + row, mask=known, other=0)
-    first = tl.load(ends + row, mask=known, other=0) - count
+    count = tl.load(seen + row, mask=known, other=0).to(tl.int32)
+    count = tl.where(count > 1, count, 0)
+    first = tl.load(firsts + row, mask=count > 0, other=0)
     rank = tl.zeros([USES], tl.int32)
-    if tl.max(count, 0) > 1:
-        for other in range(0, tl.max(count, 0)):
-            rank += (tl.load(order + first + other, mask=other < count, other=0x7FFFFFFF) < use).to(tl.int32)
-    tl.store(ranked + first + rank, use, mask=known)
+    for other in range(0, tl.max(count, 0)):
+        rank += (tl.load(order + first + other, mask=other < count, other=0x7FFFFFFF) < use).to(tl.int32)
+    tl.store(ranked + first + rank, use, mask=count > 0)
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def _sum_uses(grad, order, ends, counts, out, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Row r of `out` is the sum of the rows `order[ends[r] - counts[r] : ends[r]]` of `grad`, one after the other."""
+def _sum_uses(grad, ranked, firsts, seen, out, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Row r of `out` is the sum of the rows of `grad` that are its uses, one after the other."""
     row, column = _tile(rows, width, ROWS, COLUMNS)
-    count = tl.load(counts + row, mask=row < rows, other=0)
-    first = tl.load(ends + row, mask=row < rows, other=0) - count
+    word = tl.load(seen + row, mask=row < rows, other=0)
+    count = word.to(tl.int32)
+    first = tl.load(firsts + row, mask=count > 1, other=0)
     mask = (row < rows)[:, None] & (column < width)[None, :]
-    source = tl.load(order + first, mask=count > 0, other=-1).to(tl.int64)
-    live = mask & (source >= 0)[:, None]
+    source = tl.where(count == 1, word >> 32, tl.load(ranked + first, mask=count > 1, other=-1))
+    live = mask & (count > 0)[:, None]
     total = tl.load(grad + source[:, None] * width + column[None, :], mask=live, other=0.0).to(tl.float32)
     for use in range(1, tl.max(count, 0)):
-        source = tl.load(order + first + use, mask=use < count, other=-1).to(tl.int64)
+        source = tl.load(ranked + first + use, mask=use < count, other=-1).to(tl.int64)
         live = mask & (source >= 0)[:, None]
         total += tl.load(grad + source[:, None] * width + column[None, :], mask=live, other=0.0).to(tl.float32)
     tl.store(out + row[:, None] * width + column[None, :], total.to(out.dtype.element_ty), mask=mask)
@@ -340,19 +361,21 @@ def gather_rows(values: Tensor, index: Tensor) -> Tensor:
 
 
 def gather_rows_backward(grad: Tensor, index: Tensor, rows: int) -> Tensor:
-    """See `reference.gather_rows_backward`. Uses are counted and placed, not sorted."""
+    """See `reference.gather_rows_backward`. Uses are counted and placed, not sorted, and where no row has two of them,
+    which only the GPU knows, not even placed: those launches end at once."""
     out, uses = grad.new_empty((rows, *grad.shape[1:])), index.shape[0]
     if out.numel() == 0 or uses == 0:
         return out.zero_()
     index, width = index.contiguous(), _width(out, rows)
-    counts = torch.zeros(rows, dtype=torch.int32, device=grad.device)
+    seen = torch.zeros(rows + 2, dtype=torch.int64, device=grad.device)  # and: is any used twice, places given so far
+    firsts = torch.empty(rows, dtype=torch.int32, device=grad.device)
     arrival, order, ranked = (torch.empty(uses, dtype=torch.int32, device=grad.device) for _ in range(3))
-    grid, key = (triton.cdiv(uses, USES), 1, 1), kind_of(index)
-    launch(_count_uses, grid, key, (index, counts, arrival, uses, rows), (USES,))
-    ends = counts.cumsum(0, dtype=torch.int32)
-    launch(_place_uses, grid, key, (index, ends, counts, arrival, order, uses, rows), (USES,))
-    launch(_rank_uses, grid, key, (index, ends, counts, order, ranked, uses, rows), (USES,))
-    _copy_tiles(_sum_uses, rows, width, (grad.contiguous(), ranked, ends, counts, out), (width,), tile=USE_TILE)
+    grid, key = (triton.cdiv(uses, USES), 1, 1), kind_of(index, arrival, order, ranked)
+    launch(_count_uses, grid, key, (index, seen, arrival, uses, rows), (USES,))
+    launch(_allot, (triton.cdiv(rows, 1024), 1, 1), kind_of(firsts), (seen, firsts, rows), (1024,))
+    launch(_place_uses, grid, key, (index, firsts, seen, arrival, order, uses, rows), (USES,))
+    launch(_rank_uses, grid, key, (index, firsts, seen, order, ranked, uses, rows), (USES,))
+    _copy_tiles(_sum_uses, rows, width, (grad.contiguous(), ranked, firsts, seen, out), (width,), tile=USE_TILE)
     return out
 
 
@@ -397,7 +420,7 @@ def jagged_dense_bmm(values: Tensor, dense: Tensor, offsets: Tensor, max_length:
     key = kind_of(values, dense, offsets, facts=(inner, columns, *dense.stride()))
     arguments = values, dense, offsets, out, rows, batch, inner, columns, *dense.stride()
     if inner <= 128 and blocks > 1:
-        launch(_bmm_short, (tiles, 1, 1), key, arguments, (bm, bn, _product_tile(inner), 2), warps=8)
+        launch(_bmm_short, (tiles, 1, 1), key, arguments, (bm, 64, _product_tile(inner), 3), warps=8)
     else:
         launch(_bmm, (tiles * blocks, 1, 1), key, arguments, (bm, bn, 64), warps=8)
     return out

@@ -68,10 +68,14 @@ def _check(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, resid
         raise ValueError(f'{op}: quantize must be None or "e4m3" with a matrix x, got {quantize!r} and {x.dim()} dims')
 
 
-def _implementation(x: Tensor):
-    kind = backend.implementation("norm", x.device, dtype=x.dtype, width=x.shape[1])
+def _implementation(x: Tensor, quantize: bool = False):
+    kind = backend.implementation("norm", x.device, dtype=x.dtype, width=x.shape[1], quantize=quantize)
     if kind == "reference":
         return reference
+    if kind == "gluon" and quantize:
+        from opengem.kernels.norm import gluon_sm90
+
+        return gluon_sm90
     from opengem.kernels.norm import triton
 
     return triton
@@ -84,7 +88,7 @@ def _run_forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias
 
 def _run_quantize(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
                   centered: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    run = _implementation(x).norm_quantize_forward
+    run = _implementation(x, quantize=True).norm_quantize_forward
     return *run(x, residual, weight, bias, eps, centered), x.new_zeros(()).expand(x.shape)
 
 

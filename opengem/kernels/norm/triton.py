@@ -15,7 +15,8 @@ from torch import Tensor
 from opengem.kernels.launch import kind_of, launch, multiprocessors
 from opengem.kernels.mx.triton import quantize_tile
 
-TILE = 8192  # elements of a tile of the forward, with eight warps
+TILE = 8192  # elements of a tile of the forward
+WARPS = 8  # for it
 BACKWARD_TILE = 2048  # the same for the backward, which holds more of them
 BACKWARD_PROGRAMS = 2  # of eight warps an SM
 BACKWARD_STAGES = 4  # tiles under way: the sums over a row would otherwise leave the memory idle
@@ -227,7 +228,8 @@ def _inputs(x: Tensor, *optional: Tensor | None) -> tuple[list[Tensor], tuple | 
     return [x, *tensors], kind_of(x, *tensors, facts=(x.shape[1],)), tuple(y is not None for y in optional)
 
 
-def _row_outputs(x: Tensor, residual: Tensor | None, centered: bool) -> tuple[Tensor, Tensor, Tensor]:
+def row_outputs(x: Tensor, residual: Tensor | None, centered: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the sum `[M, N]` and the mean and reciprocal deviation `[M]`; the first two empty where not wanted."""
     total = x.new_empty(0) if residual is None else x.new_empty(x.shape)
     mean = x.new_empty(x.shape[0] if centered else 0, dtype=torch.float32)
     return total, mean, x.new_empty(x.shape[0], dtype=torch.float32)
@@ -238,13 +240,13 @@ def norm_forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias
     """See `reference.norm_forward`."""
     x = x.contiguous()
     rows, width = x.shape
-    y, (total, mean, rstd) = x.new_empty(x.shape), _row_outputs(x, residual, centered)
+    y, (total, mean, rstd) = x.new_empty(x.shape), row_outputs(x, residual, centered)
     tensors, key, present = _inputs(x, residual, weight, bias)
     padded = triton.next_power_of_2(width)
     tile_rows = max(1, TILE // padded)
     if rows:
         launch(_forward, (triton.cdiv(rows, tile_rows), 1, 1), key, (*tensors, y, total, mean, rstd, rows, width, eps),
-               (centered, *present, tile_rows, padded), warps=8)
+               (centered, *present, tile_rows, padded), warps=WARPS)
     return y, total, mean, rstd
 
 
@@ -255,7 +257,7 @@ def norm_quantize_forward(x: Tensor, residual: Tensor | None, weight: Tensor | N
     rows, width = x.shape
     data = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
     scale = x.new_empty((-(-rows // 32), -(-width // 32)), dtype=torch.uint8)
-    total, mean, rstd = _row_outputs(x, residual, centered)
+    total, mean, rstd = row_outputs(x, residual, centered)
     tensors, key, present = _inputs(x, residual, weight, bias)
     arguments = (*tensors, data, scale, total, mean, rstd, rows, width, eps)
     padded, blocks = max(triton.next_power_of_2(width), 32), scale.shape[0]

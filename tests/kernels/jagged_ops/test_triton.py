@@ -142,7 +142,7 @@ def test_same_bits_every_run_and_no_sync():
 def test_sum_of_uses_compiles_ahead_of_time(columns):
     """With the mask built from the loop counter Triton 3.6 and 3.7 could not compile these tiles."""
     pytest.importorskip("triton")
-    types = dict.fromkeys(("grad", "out"), "*bf16") | dict.fromkeys(("order", "ends", "counts"), "*i32")
+    types = dict.fromkeys(("grad", "out"), "*bf16") | {"ranked": "*i32", "firsts": "*i32", "seen": "*i64"}
     found = compile_ahead(
         "opengem.kernels.jagged_ops.triton:_sum_uses", types | dict.fromkeys(("rows", "width"), "i32"),
         {"ROWS": 4096 // columns, "COLUMNS": columns}, aligned=("width",), num_warps=4, num_stages=3)

@@ -40,17 +40,28 @@ def test_matches_the_reference(shape, kind, affine, residual, dtype, poisoned_em
         close_to(a, b, c)
 
 
+HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0)
+
+
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("implementation", ["triton", "gluon"] if HOPPER else ["triton"])
 @pytest.mark.parametrize(
-    "shape", [(1, 64), (33, 384), (70, 1000), (64, 2048), (40, 8192)] if GPU else [(33, 40), (64, 70), (35, 300)])
-def test_fused_quantisation_equals_quantising_the_kernel_output(shape, kind, dtype, poisoned_empty):
+    "shape", [(1, 64), (33, 384), (70, 1008), (64, 2048), (300, 2064), (40, 8192)] if GPU
+    else [(33, 40), (64, 70), (35, 300)])
+def test_fused_quantisation_equals_quantising_the_kernel_output(shape, implementation, kind, residual, dtype,
+                                                                poisoned_empty):
     """Same tile arithmetic, so the same row statistics up to the order of a sum: a rounding may differ, rarely."""
     x, r, w, b = (p.detach().to(DEVICE) for p in leaves(*shape, True, dtype))
     x[0, 0] = float("nan") if shape[0] == 33 else 1
+    if not residual:
+        x, r = x + r, torch.zeros_like(r)
+    with backend.force(implementation):
+        fused = OURS[kind](x, w, b, residual=r if residual else None, quantize="e4m3")
+        fused, h = fused if residual else (fused, x)
     with backend.force("triton"):
-        fused, h = OURS[kind](x, w, b, residual=r, quantize="e4m3")
         y, total = OURS[kind](x, w, b, residual=r)
     pair = quantize_mx(y)
     assert torch.equal(h.nan_to_num(), total.nan_to_num())
@@ -103,6 +114,20 @@ def test_same_bits_every_run_no_sync_and_graph(kind):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="the kernel is for compute capability 9.0")
+@pytest.mark.parametrize("width", [256, 1024, 2048, 4096])
+def test_quantised_rows_split_between_programs_have_the_same_bits_every_run(width):
+    """Enough rows that programs wait for each other on a full GPU, odd numbers of tiles included."""
+    for rows in (20_001, 32 * 2049):
+        x = torch.randn(rows, width, device=DEVICE).bfloat16()
+        first = OURS["layer"](x, quantize="e4m3")
+        for _ in range(3):
+            again = OURS["layer"](x, quantize="e4m3")
+            assert torch.equal(first.data.view(torch.uint8), again.data.view(torch.uint8))
+            assert torch.equal(first.scale, again.scale)
+
+
+@pytest.mark.gpu
 def test_beyond_2_to_the_31_elements():
     x = torch.zeros(2_200_000, 1024, device=DEVICE, dtype=torch.bfloat16)
     x[-40:].normal_()
@@ -124,3 +149,17 @@ def test_compiles_ahead_of_time_with_loads_under_way(kernel, constants, options)
     found = compile_ahead(f"opengem.kernels.norm.triton:{kernel}", types, flags | constants, aligned=("width",),
                           **options)
     assert "cp.async" in found["ptx"] and found["spill_bytes"] <= 32
+
+
+@pytest.mark.parametrize("constants", [
+    {"TILES": 2, "PARTS": 1, "MEMBERS": 1, "WHOLE": True}, {"TILES": 1, "PARTS": 4, "MEMBERS": 4, "WHOLE": False},
+    {"TILES": 1, "PARTS": 2, "MEMBERS": 2, "WHOLE": True, "RESIDUAL": True, "CENTERED": True, "BIAS": True},
+])
+def test_gluon_compiles_ahead_of_time(constants):
+    types = {"?_desc": "bf16[32,256]", "weight": "*fp32", "bias": "*fp32", "data": "*fp8e4nv", "scale": "*u8",
+             "total": "*bf16", "*_out": "*fp32", "shares": "*i64", "rows": "i32", "width": "i32", "eps": "fp32"}
+    flags = {"CENTERED": False, "RESIDUAL": False, "WEIGHT": True, "BIAS": False}
+    found = compile_ahead("opengem.kernels.norm.gluon_sm90:_forward_mx", types, flags | constants, aligned=("width",),
+                          num_warps=8)
+    assert "cp.async.bulk.tensor" in found["ptx"] and found["spill_bytes"] == 0
+    assert found["shared"] <= 227 * 1024 // 3 - 1024
