@@ -71,6 +71,8 @@ TABLE: dict[str, tuple[Rule, ...]] = {
                         accepts=lambda f: f["dtype"] in HALF),),
     "pool": (Rule("triton", "16-bit rows up to 4,096 wide: heads joined, seeds normed in one pass", capability=(9, 0),
                   accepts=lambda f: f["dtype"] in HALF and f["width"] <= 4096),),
+    "chain": (Rule("triton", "16-bit rows up to 8,192 wide, two norms in one read", capability=(9, 0),
+                   accepts=lambda f: f["dtype"] in HALF and f["width"] <= 8192),),
     "adamw": (Rule("triton", "all parameters and their 16-bit copies in one launch", capability=(9, 0)),),
     "sparse_lookup": (Rule("triton", "all tables in one launch; update fused with the sum of gradients"),),
 }

@@ -28,7 +28,7 @@ def chained_norms(x: Tensor, inner: Tensor, outer: Tensor) -> tuple[Tensor, Tens
 
 
 def _implementation(x: Tensor):
-    if backend.implementation("norm", x.device, dtype=x.dtype, width=x.shape[1]) == "reference":
+    if backend.implementation("chain", x.device, dtype=x.dtype, width=x.shape[1]) == "reference":
         return reference
     from opengem.kernels.chain import triton
 
