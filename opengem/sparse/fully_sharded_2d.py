@@ -153,8 +153,7 @@ class FullyShardedTables:
         """As `Tables.read_ahead`; collective. May run beside the update: what that writes is read again."""
         if self.semantics == "average" or request.asked is None:
             return request
-        found = self._read(request, dtype, self.copies.id_group)
-        changes = torch.zeros(self.weight.shape[0], dtype=torch.uint8, device=found.device)
+        changes = torch.zeros(self.weight.shape[0], dtype=torch.uint8, device=self.weight.device)
         for other in learning:
             if other.asked is not None:
                 changes.index_fill_(0, other.asked.rows, 1)
@@ -163,7 +162,9 @@ class FullyShardedTables:
         counts = torch.stack([part.sum() for part in (*stale.split(request.sent), *asked.split(request.received))])
         sent, received = counts.view(2, -1).tolist()
         asked = request.asked.rows.index_select(0, asked.nonzero().squeeze(1))
-        return replace(request, ahead=Ahead(found, stale.nonzero().squeeze(1), sent, asked, received))
+        stale = stale.nonzero().squeeze(1)
+        found = self._read(request, dtype, self.copies.id_group)  # last: the host waits for nothing behind it
+        return replace(request, ahead=Ahead(found, stale, sent, asked, received))
 
     def _read(self, request: SharedRequest, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
         """`dtype` `[U, dim]`: the distinct rows of the request, over `group`."""
