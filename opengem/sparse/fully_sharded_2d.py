@@ -40,13 +40,12 @@ class Ahead:
 
 @dataclass(frozen=True)
 class SharedRequest:
-    """rows: int64 `[N]` in the shard's numbering. wanted: the duplicates in them, U distinct ones sorted by the rank
-    that stores them, `sent[rank]` each. chunks: for each chunk which of the distinct rows lie in it, and where.
+    """wanted: the duplicates in the rows of a request, U distinct ones sorted by the rank that stores them, `sent[rank]`
+    each. chunks: for each chunk which of the distinct rows lie in it, and where.
 
     asked: the rows stored here that each rank wants, `received[rank]` of them. ahead: what was read before its time.
     """
 
-    rows: Tensor
     wanted: Duplicates
     chunks: list[tuple[Tensor, Tensor]] | None = None
     sent: list[int] | None = None
@@ -132,11 +131,11 @@ class FullyShardedTables:
         wanted = Duplicates.of(owner * height + chunk * self.span + within % max(self.span, 1))
         chunks = self._by_chunk(wanted.distinct) if self.reads == "chunks" else None
         if chunks is not None and (not learn or self.semantics == "average"):
-            return SharedRequest(rows, wanted, chunks)
+            return SharedRequest(wanted, chunks)
         edges = torch.arange(ranks + 1, device=rows.device) * height
         sent, received = swap_counts(torch.searchsorted(wanted.distinct, edges).diff(), self.copies.id_group)
         asked = exchange(wanted.distinct % max(height, 1), sent, received, self.copies.id_group)
-        return SharedRequest(rows, wanted, chunks, sent, received, self.own.request(asked, learn))
+        return SharedRequest(wanted, chunks, sent, received, self.own.request(asked, learn))
 
     def lookup(self, request: SharedRequest, dtype: torch.dtype) -> Tensor:
         """`dtype` `[N, dim]`: the rows of the request."""
