@@ -40,8 +40,8 @@ class Ahead:
 
 @dataclass(frozen=True)
 class SharedRequest:
-    """wanted: the duplicates in the rows of a request, U distinct ones sorted by the rank that stores them, `sent[rank]`
-    each. chunks: for each chunk which of the distinct rows lie in it, and where.
+    """wanted: the duplicates in the rows of a request, U distinct ones sorted by the rank that stores them,
+    `sent[rank]` each. chunks: for each chunk which of the distinct rows lie in it, and where.
 
     asked: the rows stored here that each rank wants, `received[rank]` of them. ahead: what was read before its time.
     """
