@@ -129,8 +129,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--case", nargs="+", default=["gem_fp32_rows.5"])
     parser.add_argument("--warm", type=int, nargs=2)
+    parser.add_argument("--first", type=int, default=len(UPDATE), help="only so many variants of the update")
     parser.add_argument("--parts", nargs="+", default=["sort", "update", "forward"])
     arguments = parser.parse_args()
+    del UPDATE[arguments.first :]
     if arguments.warm:
         return warm(*arguments.warm)
     begin = time.perf_counter()
