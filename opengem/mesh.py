@@ -72,6 +72,7 @@ def start(device_type: str, timeout_s: float = 600.0) -> tuple[int, int]:
     """
     options = {"backend": "nccl" if device_type == "cuda" else "gloo", "timeout": timedelta(seconds=timeout_s)}
     if device_type == "cuda":
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # what is exchanged under matrix products starts at once
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         options["device_id"] = torch.device("cuda", torch.cuda.current_device())
     if "RANK" in os.environ:

@@ -29,7 +29,6 @@ from opengem.config import SparseConfig
 from opengem.data.batch import Batch
 from opengem.data.schema import Feature, Label, Schema, Stream
 from opengem.jagged import Jagged
-from opengem.sparse import fully_sharded_2d, sharded
 from opengem.sparse.collection import EmbeddingCollection
 from opengem.sparse.fully_sharded_2d import FullyShardedTables
 from opengem.sparse.joined import JoinedCollections
@@ -167,45 +166,29 @@ def memory(say, rank: int, world: int, device: str) -> None:
         del made
 
 
-# label -> (generation, ids ahead under the dense work, rows read ahead, exchanges that leave out a rank's own part)
+# label -> (generation, ids ahead under the dense work, rows read ahead)
 VARIANTS = {
-    "v2": ("v2", True, True, False),
-    "v3": ("v3", True, True, False),
-    "v3, parts in order": ("v3, parts in order", True, True, False),
-    "v3, not read ahead": ("v3", True, False, False),
-    "v3 by chunks": ("v3 by chunks", True, True, False),
-    "v3 by chunks, not read ahead": ("v3 by chunks", True, False, False),
-    "v1": ("v1", True, True, False),
-    "v2, ids before the dense work": ("v2", False, True, False),
-    "v3, ids before the dense work": ("v3", False, False, False),
-    "v2, own part copied": ("v2", True, True, True),
-    "v3, own part copied": ("v3", True, True, True),
-    "v1 by columns": ("v1 by columns", True, True, False),
+    "v2": ("v2", True, True),
+    "v3": ("v3", True, True),
+    "v3, parts in order": ("v3, parts in order", True, True),
+    "v3, not read ahead": ("v3", True, False),
+    "v3 by chunks": ("v3 by chunks", True, True),
+    "v3 by chunks, not read ahead": ("v3 by chunks", True, False),
+    "v1": ("v1", True, True),
+    "v1 by columns": ("v1 by columns", True, True),
+    "v2, ids before the dense work": ("v2", False, True),
+    "v3, ids before the dense work": ("v3", False, False),
 }
 
 
-def exchange_with_others(values, sent, received, group):
-    """`mesh.exchange` in which what a rank sends itself is a copy."""
-    me, ranks = group.rank(), group.size()
-    first, begin = sum(sent[:me]), sum(received[:me])
-    rest = torch.cat([values[:first], values[first + sent[me] :]])
-    others = [0 if r == me else 1 for r in range(ranks)]
-    sends, takes = ([n * m for n, m in zip(counts, others, strict=True)] for counts in (sent, received))
-    came = rest.new_empty(sum(takes), *values.shape[1:])
-    dist.all_to_all_single(came, rest, takes, sends, group=group)
-    return torch.cat([came[:begin], values[first : first + sent[me]], came[begin:]])
-
-
 @contextlib.contextmanager
-def variant(rows_ahead: bool, copied: bool):
-    """Inside the block fully sharded tables read ahead or not, and exchanges are of one or the other kind."""
-    saved = FullyShardedTables.read_ahead, sharded.exchange, fully_sharded_2d.exchange
+def variant(rows_ahead: bool):
+    """Inside the block fully sharded tables read ahead or not."""
+    saved = FullyShardedTables.read_ahead
     if not rows_ahead:
         FullyShardedTables.read_ahead = lambda self, request, dtype, learning: request
-    if copied:
-        sharded.exchange = fully_sharded_2d.exchange = exchange_with_others
     yield
-    FullyShardedTables.read_ahead, sharded.exchange, fully_sharded_2d.exchange = saved
+    FullyShardedTables.read_ahead = saved
 
 
 def steps(made, batches: list[Batch], count: int, products: int, ids_under: bool, a) -> list[torch.cuda.Event]:
@@ -235,8 +218,8 @@ def time_steps(say, rank: int, world: int, device: str, dense_ms: float, labels:
     times: dict[str, list[float]] = {label: [] for label in labels}
     for _ in range(repeats):
         for label in labels:
-            name, ids_under, rows_ahead, copied = VARIANTS[label]
-            with variant(rows_ahead, copied):
+            name, ids_under, rows_ahead = VARIANTS[label]
+            with variant(rows_ahead):
                 marks = steps(made[name], batches, 16, int(dense_ms / 1.5), ids_under, a)
             times[label] += [x.elapsed_time(y) for x, y in zip(marks[3:], marks[4:], strict=False)]
     for label in labels:
@@ -251,9 +234,9 @@ def timeline(rank: int, world: int, device: str, dense_ms: float, labels: list[s
     a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
     batches = [batch(rows, samples, step * world + rank, device) for step in range(4)]
     for label in labels:
-        name, ids_under, rows_ahead, copied = VARIANTS[label]
+        name, ids_under, rows_ahead = VARIANTS[label]
         made = make(name, rows, device)[0]
-        with variant(rows_ahead, copied):
+        with variant(rows_ahead):
             steps(made, batches, 4, 4, ids_under, a)
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
                 steps(made, batches, 5, int(dense_ms / 1.5), ids_under, a)
@@ -270,7 +253,6 @@ def exchanges(say, rank: int, world: int, device: str) -> None:
         counts = [rows // world] * world
         kinds = {
             "all_to_all": lambda: mesh.exchange(values, counts, counts, group),  # noqa: B023
-            "own part copied": lambda: exchange_with_others(values, counts, counts, group),  # noqa: B023
             "all_gather": lambda: mesh.all_gather(whole, values, group=group),  # noqa: B023
         }
         for kind, call in kinds.items():
@@ -319,7 +301,7 @@ def main() -> None:
             else:
                 {"check": check, "memory": memory, "exchanges": exchanges}[part](say, rank, world, device)
         if arguments.timeline:
-            timeline(rank, world, device, arguments.dense_ms, ["v2", "v3"], arguments.timeline)
+            timeline(rank, world, device, arguments.dense_ms, ["v2", "v3", "v3 by chunks"], arguments.timeline)
         dist.barrier()
     dist.destroy_process_group()
 

@@ -21,26 +21,25 @@ from opengem.sparse.lookup import triton as kernels
 
 SCALARS = (0.01, 1e-8, 1.0, 0.9, 0.999, 1.0, 1.0)
 FORWARD = [{"tile": tile} for tile in [(256, 1), (512, 1), (512, 2), (1024, 1), (2048, 2)]]
-# (CUT, SHORT, elements of a short tile or 0 for the default, of a long one, programs an SM, short and long together,
-# short pieces a visit)
+# (CUT, SHORT, elements of a short tile, of a long one, short pieces a visit, programs an SM)
 UPDATE = [
-    (128, 2, 0, 512, 256, True, 1),
-    (128, 2, 0, 512, 256, True, 16),
-    (128, 2, 0, 512, 256, True, 32),
-    (128, 2, 0, 512, 256, True, 64),
-    (128, 2, 256, 512, 256, True, 32),
-    (128, 2, 0, 512, 64, True, 32),
-    (128, 4, 0, 512, 256, True, 32),
-    (128, 2, 0, 512, 256, False, 32),
+    (128, 2, 256, 512, 16, 256),
+    (128, 2, 512, 512, 16, 256),
+    (128, 2, 128, 512, 16, 256),
+    (128, 2, 256, 256, 16, 256),
+    (128, 2, 256, 512, 8, 256),
+    (128, 2, 256, 512, 16, 64),
+    (128, 4, 256, 512, 16, 256),
+    (64, 2, 256, 512, 16, 256),
 ]
 
 
 def update(group, order, batch: int, step: int, options: tuple) -> None:
-    _, _, short, long, programs, together, visit = options
+    _, _, short, long, visit, programs = options
     kernels.update(
         group.weight, group.state["moment"], None, group.grads[: group.outputs(batch)], order.keys, order.source,
         order.coefficients, *order.pieces, order.span, group.rounding.at_step(step), "adagrad", SCALARS, short=short,
-        long=long, programs_per_sm=programs, together=together, visit=visit,
+        long=long, visit=visit, programs_per_sm=programs,
     )  # fmt: skip
 
 
@@ -130,8 +129,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--case", nargs="+", default=["gem_fp32_rows.5"])
     parser.add_argument("--warm", type=int, nargs=2)
+    parser.add_argument("--first", type=int, default=len(UPDATE), help="only so many variants of the update")
     parser.add_argument("--parts", nargs="+", default=["sort", "update", "forward"])
     arguments = parser.parse_args()
+    del UPDATE[arguments.first :]
     if arguments.warm:
         return warm(*arguments.warm)
     begin = time.perf_counter()

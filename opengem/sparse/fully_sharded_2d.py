@@ -40,13 +40,12 @@ class Ahead:
 
 @dataclass(frozen=True)
 class SharedRequest:
-    """rows: int64 `[N]` in the shard's numbering. wanted: the duplicates in them, U distinct ones sorted by the rank
-    that stores them, `sent[rank]` each. chunks: for each chunk which of the distinct rows lie in it, and where.
+    """wanted: the duplicates in the rows of a request, U distinct ones sorted by the rank that stores them,
+    `sent[rank]` each. chunks: for each chunk which of the distinct rows lie in it, and where.
 
     asked: the rows stored here that each rank wants, `received[rank]` of them. ahead: what was read before its time.
     """
 
-    rows: Tensor
     wanted: Duplicates
     chunks: list[tuple[Tensor, Tensor]] | None = None
     sent: list[int] | None = None
@@ -132,11 +131,11 @@ class FullyShardedTables:
         wanted = Duplicates.of(owner * height + chunk * self.span + within % max(self.span, 1))
         chunks = self._by_chunk(wanted.distinct) if self.reads == "chunks" else None
         if chunks is not None and (not learn or self.semantics == "average"):
-            return SharedRequest(rows, wanted, chunks)
+            return SharedRequest(wanted, chunks)
         edges = torch.arange(ranks + 1, device=rows.device) * height
         sent, received = swap_counts(torch.searchsorted(wanted.distinct, edges).diff(), self.copies.id_group)
         asked = exchange(wanted.distinct % max(height, 1), sent, received, self.copies.id_group)
-        return SharedRequest(rows, wanted, chunks, sent, received, self.own.request(asked, learn))
+        return SharedRequest(wanted, chunks, sent, received, self.own.request(asked, learn))
 
     def lookup(self, request: SharedRequest, dtype: torch.dtype) -> Tensor:
         """`dtype` `[N, dim]`: the rows of the request."""
@@ -153,8 +152,7 @@ class FullyShardedTables:
         """As `Tables.read_ahead`; collective. May run beside the update: what that writes is read again."""
         if self.semantics == "average" or request.asked is None:
             return request
-        found = self._read(request, dtype, self.copies.id_group)
-        changes = torch.zeros(self.weight.shape[0], dtype=torch.uint8, device=found.device)
+        changes = torch.zeros(self.weight.shape[0], dtype=torch.uint8, device=self.weight.device)
         for other in learning:
             if other.asked is not None:
                 changes.index_fill_(0, other.asked.rows, 1)
@@ -163,7 +161,9 @@ class FullyShardedTables:
         counts = torch.stack([part.sum() for part in (*stale.split(request.sent), *asked.split(request.received))])
         sent, received = counts.view(2, -1).tolist()
         asked = request.asked.rows.index_select(0, asked.nonzero().squeeze(1))
-        return replace(request, ahead=Ahead(found, stale.nonzero().squeeze(1), sent, asked, received))
+        stale = stale.nonzero().squeeze(1)
+        found = self._read(request, dtype, self.copies.id_group)  # last: the host waits for nothing behind it
+        return replace(request, ahead=Ahead(found, stale, sent, asked, received))
 
     def _read(self, request: SharedRequest, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
         """`dtype` `[U, dim]`: the distinct rows of the request, over `group`."""

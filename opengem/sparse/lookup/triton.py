@@ -308,26 +308,13 @@ def update_kernel(
     lr, eps, moment_scale, beta1, beta2, correction1, correction2, blocks, every,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, PIECES: tl.constexpr, VISIT: tl.constexpr, POSITIONS: tl.constexpr,
     CUT: tl.constexpr, SHORT: tl.constexpr, WEIGHTED: tl.constexpr, OPTIMISER: tl.constexpr, ROUND: tl.constexpr,
-    SEARCH: tl.constexpr, PARTS: tl.constexpr,
+    SEARCH: tl.constexpr,
 ):  # fmt: skip
     """Long and short pieces side by side, of each `every` programs the first takes a block's long ones: while these
     wait for one load after the other, short ones keep the memory busy."""
     program = tl.program_id(0)
     block = program // every
-    if PARTS == "short":
-        _update_short(
-            program, tl.num_programs(0), weight, moment, first_moment, grads, keys, source, coefficients, starts,
-            numbers, partials, first, last, base, run_starts, run_shifts, key, num_runs, lr, eps, moment_scale, beta1,
-            beta2, correction1, correction2, DIM, BLOCK_D, PIECES, VISIT, CUT, SHORT, WEIGHTED, OPTIMISER, ROUND,
-            SEARCH,
-        )  # fmt: skip
-    elif PARTS == "long":
-        _update_long(
-            program, weight, moment, first_moment, grads, keys, source, coefficients, starts, numbers, partials, first,
-            last, base, run_starts, run_shifts, key, num_runs, lr, eps, moment_scale, beta1, beta2, correction1,
-            correction2, DIM, BLOCK_D, POSITIONS, CUT, SHORT, WEIGHTED, OPTIMISER, ROUND, SEARCH,
-        )  # fmt: skip
-    elif (block < blocks) & (program % every == 0):
+    if (block < blocks) & (program % every == 0):
         _update_long(
             block, weight, moment, first_moment, grads, keys, source, coefficients, starts, numbers, partials, first,
             last, base, run_starts, run_shifts, key, num_runs, lr, eps, moment_scale, beta1, beta2, correction1,
@@ -445,16 +432,16 @@ def update(
     weight: Tensor, moment: Tensor | None, first_moment: Tensor | None, grads: Tensor, keys: Tensor, source: Tensor,
     coefficients: Tensor | None, numbers: Tensor, starts: Tensor, span: tuple[int, int, int],
     noise: tuple[Tensor, Tensor, int], optimiser: str, scalars: tuple[float, ...], *,
-    short: int = 0, long: int = 512, programs_per_sm: int = 256, together: bool = True, visit: int = 1,
+    short: int = 256, long: int = 512, visit: int = 16, programs_per_sm: int = 256,
 ) -> None:  # fmt: skip
     """span: the positions [first, last) of the sorted keys that are this matrix's, and the key of its row 0.
 
     noise: starts, shifts, key. scalars: lr, eps, moment_scale, beta1, beta2, correction1, correction2. short, long:
-    elements of a tile.
+    elements of a tile of short pieces, and of a long one. visit: neighbouring short pieces that one program takes.
     """
     (first, last, _), dim = span, weight.shape[1]
-    width = triton.next_power_of_2(dim)
-    tile = _tile(dim, short or max(1024 // weight.itemsize, 2 * width))[1]
+    width, tile = _tile(dim, short)
+    visit = max(visit, tile)
     blocks = triton.cdiv(last, CUT) - first // CUT
     partials = torch.empty(blocks * 2, dim, dtype=torch.float32, device=weight.device)
     state = (weight, moment if moment is not None else partials, first_moment if first_moment is not None else partials)
@@ -463,13 +450,9 @@ def update(
     tail = (*noise, runs, *scalars)
     options = {"DIM": dim, "BLOCK_D": width, "CUT": CUT, "OPTIMISER": optimiser, "ROUND": weight.dtype != torch.float32}
     options["SEARCH"] = -(-(runs - 1).bit_length() // 4) * 4  # in steps of 4: fewer compilations
-    options_of_pieces = {"SHORT": SHORT, "WEIGHTED": weighted, "PIECES": tile, "POSITIONS": _tile(dim, long)[1]}
-    options_of_pieces["VISIT"] = visit = max(visit, tile)
-    shorts = min(triton.cdiv(last - first, visit), multiprocessors(weight.device) * programs_per_sm)
-    launches = [(blocks, shorts, "both")] if together else [(0, shorts, "short"), (blocks, 0, "long")]
-    for longs, others, parts in launches:
-        every = (longs + others) // longs if longs else 1
-        update_kernel[(longs + others,)](
-            *state, *inputs, *tail, longs, every, num_warps=1, PARTS=parts, **options_of_pieces, **options
-        )
+    lengths = {"SHORT": SHORT, "WEIGHTED": weighted, "PIECES": tile, "VISIT": visit, "POSITIONS": _tile(dim, long)[1]}
+    programs = blocks + min(triton.cdiv(last - first, visit), multiprocessors(weight.device) * programs_per_sm)
+    update_kernel[(programs,)](
+        *state, *inputs, *tail, blocks, programs // blocks, num_warps=1, **lengths, **options
+    )
     combine_kernel[(blocks,)](*state, keys, partials, *span, *tail, AHEAD=16, num_warps=2, **options)

@@ -36,7 +36,7 @@ def compiled(kernel: str, dim: int, row: str, **constants) -> dict:
 @pytest.mark.parametrize("row, capability", [("*fp32", 90), ("*fp16", 100)])
 def test_update_compiles_without_spills(row, capability):
     common = {"CUT": 128, "SHORT": 2, "WEIGHTED": True, "OPTIMISER": "adagrad", "ROUND": row != "*fp32", "SEARCH": 8}
-    common |= {"PIECES": 4, "VISIT": 32, "POSITIONS": 4, "PARTS": "both"}
+    common |= {"PIECES": 2, "VISIT": 16, "POSITIONS": 4}
     found = compiled("update_kernel", 128, row, capability=capability, num_warps=1, **common)
     assert found["spill_bytes"] == 0 and found["shared"] <= aot.SHARED_LIMIT
     assert "atom.global" not in found["ptx"]
