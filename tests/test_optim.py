@@ -8,10 +8,7 @@ from torch import nn
 from torch.func import functional_call
 
 from opengem.config import OptimConfig
-from opengem.kernels import backend
-from opengem.kernels.adamw.op import clear
 from opengem.optim import Copies, dense_optimizer, gradient_norm, rate, update
-from tests.kernels.interpret import DEVICE, GPU, needs_kernels
 
 
 def test_rate_warms_up_then_falls_to_the_final_fraction():
@@ -71,45 +68,3 @@ def test_copies_follow_whoever_writes_a_parameter():
     assert torch.equal(copies.named()["weight"], module.weight.bfloat16())
     module.load_state_dict({"weight": torch.ones(2, 3), "bias": torch.zeros(2)})
     assert bool((copies.named()["weight"] == 1).all())
-
-
-def _trained(device, dtype, copied, steps=4):
-    """Parameters, their state and their copies after some steps, the third one skipped, on the device."""
-    torch.manual_seed(0)
-    module = nn.ModuleList([nn.Linear(70, 70), nn.Linear(3, 2), nn.Linear(1, 1)]).to(device)
-    parameters = list(module.parameters())
-    optimizer = dense_optimizer(module, OptimConfig(weight_decay=0.1))
-    copies = Copies(module, dtype) if copied else None
-    for step in range(steps):
-        numbers = torch.randn(sum(p.numel() for p in parameters), generator=torch.Generator().manual_seed(step))
-        parts = numbers.to(device, dtype if copied else torch.float32).split([p.numel() for p in parameters])
-        grads = {p: part.view_as(p) for p, part in zip(parameters, parts, strict=True)}  # not all of them aligned
-        skip = torch.tensor(float(step == 2), device=device)
-        update(optimizer, grads, copies, 0.01 * (step + 1), gradient_norm(list(grads.values())), 1.0, skip)
-    state = [list(optimizer.state[p].values()) for p in parameters]
-    return [p.detach() for p in parameters], state, [] if copies is None else list(copies.named().values())
-
-
-@needs_kernels
-@pytest.mark.parametrize("copied", [False, True])
-def test_all_parameters_in_one_launch_step_as_torch_steps_them(copied):
-    dtype = torch.bfloat16 if GPU else torch.float32
-    with backend.force("reference"):
-        wanted = _trained(DEVICE, dtype, False)
-    with backend.force("triton"):
-        parameters, state, copies = _trained(DEVICE, dtype, copied)
-    rounding = 1e-2 if copied and GPU else 1e-5  # of gradients in 16 bit
-    torch.testing.assert_close(parameters, wanted[0], rtol=rounding, atol=rounding / 10)
-    torch.testing.assert_close(state, wanted[1], rtol=rounding, atol=rounding / 10)
-    assert all(torch.equal(copy, p.to(dtype)) for copy, p in zip(copies, parameters, strict=False))
-
-
-@needs_kernels
-@pytest.mark.parametrize("kind", ["reference", "triton"])
-@pytest.mark.parametrize("size", [0, 1, 5000])
-def test_numbers_are_cleared_only_if_the_flag_is_set(kind, size):
-    with backend.force(kind):
-        for flag in (0.0, 1.0):
-            x = torch.full((size,), float("nan"), device=DEVICE)
-            clear(x, torch.tensor(flag, device=DEVICE))
-            assert bool((x == 0).all()) if flag else bool(x.isnan().all())

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-OPS = ("block", "mx", "norm", "rope", "swiglu", "jagged_ops")
+OPS = ("adamw", "block", "chain", "mx", "norm", "pool", "rope", "swiglu", "jagged_ops")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves are tested on this machine")
