@@ -36,7 +36,7 @@ class Pipeline:
     def __init__(self, batches: Iterable[Batch], collection: EmbeddingCollection, even: bool = False) -> None:
         self.source, self.collection, self.even = iter(batches), collection, even
         self.device = collection.device
-        # First in line: a chain of short kernels that each wait for a slot between matrix products would end too late.
+        # Of high priority: a chain of short kernels waits between long ones anyway, and is to be first in line there.
         self.side = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
         self.updated: torch.cuda.Event | None = None  # on the main stream, behind the newest update
         self.number, self.copied, self.coming, self.is_ahead = 0, None, None, False

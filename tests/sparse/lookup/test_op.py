@@ -261,7 +261,7 @@ def test_new_totals_compile_nothing():
     from opengem.sparse.lookup import triton as kernels
 
     def compiled() -> int:
-        return sum(len(entry[0]) for entry in kernels.update_short_kernel.device_caches.values())
+        return sum(len(entry[0]) for entry in kernels.update_kernel.device_caches.values())
 
     def one(count: int) -> None:
         weight = torch.zeros(1000, 64, device="cuda")
