@@ -21,6 +21,9 @@ WIDE = {"RESIDENT_SHORT": (128, 2, False)}
 NARROW = {"RESIDENT": (64, 4, False)}
 FORWARD = {
     "forward": ({}, None),
+    "queue": ({"QUEUE": True}, None),
+    "notes": ({"QUEUE": False}, None),
+    "queue_no_turns": ({"QUEUE": True, "STREAM": (128, 2, False)}, None),
     "no_turns": ({"STREAM": (128, 2, False)}, None),
     "tiles_of_64": ({"STREAM": (64, 4, True)} | NARROW, None),
     "tiles_of_128": (WIDE, None),
@@ -29,6 +32,10 @@ FORWARD = {
     "poly": ({"FOLDED": ()}, "gelu_poly"),
 }
 BACKWARD = {
+    "turns": ({"TURNS": True}, None),
+    "turns_dk_first": ({"TURNS": True, "DK_LAST": False}, None),
+    "turns_no_sum": ({"TURNS": True, "SUM": False}, None),
+    "turns_identity": ({"TURNS": True, "FOLDED": ()}, "identity"),
     "split": ({"OWNER_KEYS": 0}, None),
     "owner": ({"OWNER_KEYS": 1 << 30}, None),
     "owner_unfolded": ({"OWNER_KEYS": 1 << 30, "FOLDED": ()}, None),
@@ -51,7 +58,7 @@ def apply(settings: dict, activation: str | None) -> None:
 
     if not hasattr(launch, "plain"):
         launch.plain = launch.launch
-        names = ("OWNER_KEYS", "FOLDED", "STREAM", "RESIDENT", "RESIDENT_SHORT")
+        names = ("QUEUE", "TURNS", "DK_LAST", "SUM", "OWNER_KEYS", "FOLDED", "STREAM", "RESIDENT", "RESIDENT_SHORT")
         launch.first = {name: getattr(launch, name) for name in names}
     for name, value in (launch.first | settings).items():
         setattr(launch, name, value)

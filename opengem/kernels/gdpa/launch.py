@@ -33,6 +33,11 @@ RESIDENT_KEYS = 256  # as many stay in shared memory for a whole sample
 STREAM = (128, 2, True)
 RESIDENT, RESIDENT_SHORT = (128, 2, False), (64, 4, False)  # the latter where queries are at most RESIDENT_KEYS too
 OWNER_KEYS = 512  # most keys a sample may have for the backward in one kernel (`gluon_sm90_backward.py`)
+QUEUE = None
+TURNS = False
+TURNS_STAGES = (3, 2)
+DK_LAST = True
+SUM = True
 FUSED_KEYS = 128  # key rows of its tiles
 FUSED_STAGES = (3, 2)  # tiles of queries, of output gradients
 
@@ -117,6 +122,16 @@ def _gluon_forward(q, k, v, q_offsets, schedule, plan, max_q, max_kv, activation
     start = 4 + 4 * (plan.q_bound + plan.kv_bound) if resident else 4
     fold = activation in FOLDED and q.dtype == torch.bfloat16
     rows, stages, turns = STREAM if not resident else RESIDENT if max_q > RESIDENT_KEYS else RESIDENT_SHORT
+    if QUEUE is not None:
+        from opengem.kernels.gdpa import gluon_sm90_queue
+
+        queue = torch.zeros(1, dtype=torch.int32, device=q.device)
+        launch(
+            gluon_sm90_queue.forward, (blocks, 1, 1), _key(plan, (out.numel() >> 31, *head_strides), q_offsets, schedule, q),
+            (*gluon_sm90.ragged((q, 64), (k, rows), (v, rows), (out, 64)), out, queue, q_offsets, schedule, plan.batch,
+             start, out.numel(), scale, plan.heads, *head_strides),
+            (activation, plan.dim, rows, stages, resident, fold, turns, QUEUE))
+        return out
     launch(
         gluon_sm90.forward, (blocks, 1, 1), _key(plan, (out.numel() >> 31, *head_strides), q_offsets, schedule, q),
         (*gluon_sm90.ragged((q, 64), (k, rows), (v, rows), (out, 64)), out, q_offsets, schedule, plan.batch,
@@ -163,6 +178,27 @@ def _fused_backward(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, max_q,
     return dq, dk, dv
 
 
+def _backward_in_turns(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, activation, scale):
+    from opengem.kernels.gdpa import gluon_sm90, gluon_sm90_turns
+
+    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    sms = multiprocessors(q.device)
+    q_slots = q.shape[0] // 64 + plan.batch + 1
+    scratch = torch.empty(plan.heads * q_slots * 64 * plan.dim, dtype=torch.float32, device=q.device)
+    counters = torch.zeros(plan.heads * q_slots + 1, dtype=torch.int32, device=q.device)
+    head_strides = q.stride(1), grad.stride(1), k.stride(1), v.stride(1)
+    boxes = gluon_sm90.ragged((q, 64), (grad, 64), *((x, 128) for x in (k, v, dk, dv)))
+    fold = activation in FOLDED and q.dtype == torch.bfloat16
+    launch(
+        gluon_sm90_turns.backward_in_turns, (min(sms, plan.kv_bound * plan.heads), 1, 1),
+        _key(plan, (dq.numel() >> 31, dk.numel() >> 31, *head_strides), q_offsets, kv_offsets, schedule, q),
+        (*boxes, dq, dk, dv, scratch, counters, q_offsets, kv_offsets, schedule, plan.batch, 4 + 4 * plan.q_bound,
+         4 + 4 * (plan.q_bound + plan.kv_bound + plan.batch), dq.numel(), dk.numel(), q_slots, sms // 2, scale,
+         plan.heads, *head_strides),
+        (activation, plan.dim, *TURNS_STAGES, fold, DK_LAST, SUM), 8)
+    return dq, dk, dv
+
+
 def _gluon_fits(q: Tensor, k: Tensor, plan: Plan) -> bool:
     """Wide, own queries, D 64 or 128, and some rows (a descriptor cannot be empty)."""
     return not plan.narrow and not plan.seeds and plan.dim in GLUON_HEAD_DIMS and q.shape[0] > 0 and k.shape[0] > 0
@@ -184,6 +220,8 @@ def backward(
         return tuple(x.new_zeros(x.shape) for x in (q, k, v))
     if gluon and _gluon_fits(q, k, plan):
         tensors = (*(_tma_ready(x) for x in (grad, q, k, v)), q_offsets, kv_offsets, schedule)
+        if TURNS and plan.dim == 128:
+            return _backward_in_turns(*tensors, plan, activation, scale)
         if plan.dim == 128 and max_kv <= OWNER_KEYS:
             return _fused_backward(*tensors, plan, max_q, max_kv, activation, scale)
         return _gluon_backward(*tensors, plan, activation, scale)

@@ -149,7 +149,7 @@ def _schedule_size(q: Tensor, k: Tensor, kv_offsets: Tensor, shared_q: bool) -> 
     """Three counts, and four numbers for each tile there can be (query tiles have 128 rows, key tiles at least 64)."""
     batch = kv_offsets.shape[0] - 1
     q_rows = batch * q.shape[0] if shared_q else q.shape[0]
-    return 4 + 4 * ((q_rows + 127) // 128 + (k.shape[0] + 63) // 64 + 3 * batch)
+    return 4 + 4 * ((q_rows + 127) // 128 + 2 * ((k.shape[0] + 63) // 64) + 4 * batch)
 
 
 def _run_schedule(q: Tensor, k: Tensor, q_offsets: Tensor, kv_offsets: Tensor, max_q: int, shared_q: bool) -> Tensor:

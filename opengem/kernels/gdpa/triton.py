@@ -136,8 +136,9 @@ def _spans(offsets, samples, batch, SEEDS: tl.constexpr):
 
 @triton.jit
 def _deal(
-    rows, other, work, count_ptr, list_ptr, batch, TILE: tl.constexpr, LEAST: tl.constexpr, ROW_SEEDS: tl.constexpr,
-    OTHER_SEEDS: tl.constexpr, WORK_SEEDS: tl.constexpr, OWN: tl.constexpr, NARROW: tl.constexpr,
+    rows, other, work, count_ptr, list_ptr, places_ptr, batch, TILE: tl.constexpr, LEAST: tl.constexpr,
+    ROW_SEEDS: tl.constexpr, OTHER_SEEDS: tl.constexpr, WORK_SEEDS: tl.constexpr, OWN: tl.constexpr,
+    NARROW: tl.constexpr, PLACES: tl.constexpr,
 ):
     """List every tile of `rows`, samples with much `work` first, equal ones in order.
 
@@ -175,6 +176,10 @@ def _deal(
         tl.store(slot + 1, length[:, None] - t[None, :] * TILE, mask=live)
         tl.store(slot + 2, tl.broadcast_to(third[:, None], (OWN, 16)), mask=live)
         tl.store(slot + 3, tl.broadcast_to(fourth[:, None], (OWN, 16)), mask=live)
+        if PLACES:
+            place = places_ptr + 2 * (start[:, None] + t[None, :])
+            tl.store(place, tl.broadcast_to(t[None, :], (OWN, 16)), mask=live)
+            tl.store(place + 1, tl.broadcast_to((third // 64 + samples)[:, None], (OWN, 16)), mask=live)
 
 
 @triton.jit(do_not_specialize=["batch", "q_bound", "kv_bound"])
@@ -190,15 +195,18 @@ def deal_tiles(
     kv_list = schedule + 4 + 4 * q_bound
     if NARROW:
         if tl.program_id(1) == 1:
-            _deal(kv_offsets, q_offsets, kv_offsets, schedule + 1, kv_list, batch, KV_TILE, 1, 0, SEEDS, 0, OWN, NARROW)
+            _deal(kv_offsets, q_offsets, kv_offsets, schedule + 1, kv_list, kv_list, batch, KV_TILE, 1, 0, SEEDS, 0, OWN,
+                  NARROW, False)
     elif tl.program_id(1) == 0:
-        _deal(q_offsets, kv_offsets, kv_offsets, schedule, schedule + 4, batch, Q_TILE, 0, SEEDS, 0, 0, OWN, NARROW)
+        _deal(q_offsets, kv_offsets, kv_offsets, schedule, schedule + 4, kv_list, batch, Q_TILE, 0, SEEDS, 0, 0, OWN,
+              NARROW, False)
     elif tl.program_id(1) == 1:
-        _deal(kv_offsets, q_offsets, q_offsets, schedule + 1, kv_list, batch, KV_TILE, 0, 0, SEEDS, SEEDS, OWN, NARROW)
+        _deal(kv_offsets, q_offsets, q_offsets, schedule + 1, kv_list, kv_list + 4 * (kv_bound + batch), batch, KV_TILE,
+              1, 0, SEEDS, SEEDS, OWN, NARROW, True)
     else:
         whole: tl.constexpr = 1 << 30
-        _deal(q_offsets, kv_offsets, q_offsets, schedule + 2, kv_list + 4 * kv_bound, batch, whole, 1, SEEDS, 0, SEEDS,
-              OWN, NARROW)
+        _deal(q_offsets, kv_offsets, q_offsets, schedule + 2, kv_list + 4 * kv_bound, kv_list, batch, whole, 1, SEEDS, 0,
+              SEEDS, OWN, NARROW, False)
 
 
 # ---- pieces of every kernel --------------------------------------------------------------------------------------
