@@ -33,6 +33,7 @@ FORWARD = {
 }
 BACKWARD = {
     "turns": ({"TURNS": True}, None),
+    "reduce": ({"TURNS": "reduce"}, None),
     "turns_dk_first": ({"TURNS": True, "DK_LAST": False}, None),
     "turns_no_sum": ({"TURNS": True, "SUM": False}, None),
     "turns_identity": ({"TURNS": True, "FOLDED": ()}, "identity"),

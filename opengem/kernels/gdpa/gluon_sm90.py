@@ -431,3 +431,14 @@ def ragged(*boxes: tuple[torch.Tensor, int]) -> list[TensorDescriptor]:
 @cache
 def _layout(rows: int, dim: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, dim], {torch.bfloat16: gl.bfloat16}.get(dtype, gl.float16))
+
+
+def sums(scratch: torch.Tensor) -> TensorDescriptor:
+    """A descriptor of boxes [64, D] of fp32 [rows, D], without a swizzle."""
+    rows, dim = scratch.shape
+    return TensorDescriptor(scratch, [rows, dim], [dim, 1], [ROWS.value, dim], _plain())
+
+
+@cache
+def _plain() -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(0, 32, 2)

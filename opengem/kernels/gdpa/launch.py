@@ -199,6 +199,27 @@ def _backward_in_turns(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, act
     return dq, dk, dv
 
 
+def _backward_reduce(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, activation, scale):
+    from opengem.kernels.gdpa import gluon_sm90, gluon_sm90_reduce
+
+    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    sms = multiprocessors(q.device)
+    q_slots = q.shape[0] // 64 + plan.batch + 1
+    scratch = torch.empty(plan.heads * q_slots * 64, plan.dim, dtype=torch.float32, device=q.device)
+    counters = torch.zeros(plan.heads * q_slots + 1, dtype=torch.int32, device=q.device)
+    head_strides = q.stride(1), grad.stride(1), k.stride(1), v.stride(1)
+    boxes = gluon_sm90.ragged((q, 64), (grad, 64), (k, 128), (v, 128))
+    fold = activation in FOLDED and q.dtype == torch.bfloat16
+    launch(
+        gluon_sm90_reduce.backward, (min(sms, plan.kv_bound * plan.heads), 1, 1),
+        _key(plan, (dq.numel() >> 31, dk.numel() >> 31, *head_strides), q_offsets, kv_offsets, schedule, q),
+        (*boxes, gluon_sm90.sums(scratch), dq, dk, dv, scratch, counters, q_offsets, kv_offsets, schedule, plan.batch,
+         4 + 4 * plan.q_bound, 4 + 4 * (plan.q_bound + plan.kv_bound + plan.batch), dq.numel(), dk.numel(), q_slots,
+         sms // 2, scale, plan.heads, *head_strides),
+        (activation, plan.dim, *TURNS_STAGES, fold), 8)
+    return dq, dk, dv
+
+
 def _gluon_fits(q: Tensor, k: Tensor, plan: Plan) -> bool:
     """Wide, own queries, D 64 or 128, and some rows (a descriptor cannot be empty)."""
     return not plan.narrow and not plan.seeds and plan.dim in GLUON_HEAD_DIMS and q.shape[0] > 0 and k.shape[0] > 0
@@ -221,6 +242,8 @@ def backward(
     if gluon and _gluon_fits(q, k, plan):
         tensors = (*(_tma_ready(x) for x in (grad, q, k, v)), q_offsets, kv_offsets, schedule)
         if TURNS and plan.dim == 128:
+            if TURNS == "reduce":
+                return _backward_reduce(*tensors, plan, activation, scale)
             return _backward_in_turns(*tensors, plan, activation, scale)
         if plan.dim == 128 and max_kv <= OWNER_KEYS:
             return _fused_backward(*tensors, plan, max_q, max_kv, activation, scale)
