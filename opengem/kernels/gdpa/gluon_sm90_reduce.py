@@ -103,9 +103,24 @@ def add_shared_to_global(tensor_desc, coord, src, _semantic=None):
 
 
 @gluon.jit
+def _await(counter, rank):
+    """Until the counter has come to `rank`."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred behind;
+        .reg .s32 value;
+        again:
+        ld.acquire.gpu.global.s32 value, [$1];
+        setp.lt.s32 behind, value, $2;
+        @behind bra again;
+        mov.s32 $0, value;
+        }""", "=r,l,r", [counter.to(gl.int64), rank], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _produce(
     q_desc, g_desc, k_desc, v_desc, tiles_ptr, places_ptr, k_ring, v_ring, q_ring, g_ring, notes, claims, k_full,
-    k_empty, v_full, v_empty, q_full, q_empty, g_full, g_empty, claimed, taken, entries, items, q_slots, limit, q_head,
+    k_empty, v_full, v_empty, q_full, q_empty, g_full, g_empty, claimed, taken, entries, items, queue, q_slots, limit, q_head,
     g_head, k_head, v_head, D: gl.constexpr, Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr):
     count = 0
     kv_count = 0
@@ -143,10 +158,13 @@ def _produce(
             mbarrier.expect(g_full.index(at), g_desc.block_type.nbytes)
             _load_rows(g_desc, head * g_head, q_begin, m, query_tile * QUERIES, g_full.index(at), g_ring.index(at))
             count += 1
+        if owners <= limit:  # others of this sample must not wait for an item that this block keeps for later
+            _await(queue, item - tile + owners - gl.num_programs(0))
+        item = gl.atomic_add(queue, 1, sem="relaxed") + gl.num_programs(0)
         at = kv_count % 2
-        mbarrier.wait(claimed.index(at), (kv_count // 2) & 1)
-        item = get(claims, at, 1)
-        mbarrier.arrive(taken.index(at), count=1)
+        mbarrier.wait(taken.index(at), ((kv_count // 2) & 1) ^ 1)
+        put(claims, at, item)
+        mbarrier.arrive(claimed.index(at), count=1)
         kv_count += 1
     at = count % Q_STAGES
     mbarrier.wait(q_empty.index(at), ((count // Q_STAGES) & 1) ^ 1)
@@ -155,69 +173,55 @@ def _produce(
 
 
 @gluon.jit
-def _await(counter, rank):
-    """Until as many blocks as `rank` have added."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred behind;
-        .reg .s32 value;
-        again:
-        ld.acquire.gpu.global.s32 value, [$1];
-        setp.lt.s32 behind, value, $2;
-        @behind bra again;
-        mov.s32 $0, value;
-        }""", "=r,l,r", [counter.to(gl.int64), rank], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _add(
     sums_desc, counters_ptr, tiles_ptr, places_ptr, stage, claims, turn, got, stage_full, stage_empty, claimed, taken,
-    entries, items, q_slots, limit, H):
+    entries, items, q_slots, limit, PARITY: gl.constexpr):
     staged = 0
     turns = 0
-    claim_count = 0
+    item_count = 0
     item = gl.program_id(0)
     while item < items:
         head, k_row, left, tile, owners, q_begin, m, slot, tiles, begin = _plan(
             item, tiles_ptr, places_ptr, entries, limit)
-        base = head * q_slots + slot
         for trip in range(tiles):
             query_tile = begin + trip
             query_tile = gl.where(query_tile >= tiles, query_tile - tiles, query_tile)
             rank = _rank(query_tile, tile, owners, tiles, limit)
-            place = base + query_tile
+            place = head * q_slots + slot + query_tile
             if rank == owners - 1:
-                if rank > 0:
-                    _await(counters_ptr + place, rank)
-                at = turns % 2
-                mbarrier.wait(got.index(at), ((turns // 2) & 1) ^ 1)
-                mbarrier.arrive(turn.index(at), count=1)
+                if turns % 2 == PARITY:
+                    if rank > 0:
+                        _await(counters_ptr + place, rank)
+                    mbarrier.wait(got.index(PARITY), ((turns // 2) & 1) ^ 1)
+                    mbarrier.arrive(turn.index(PARITY), count=1)
                 turns += 1
             else:
-                mbarrier.wait(stage_full, staged & 1)
-                if rank == 0:
-                    tma.async_copy_shared_to_global(sums_desc, [place * QUERIES, 0], stage)
-                else:
-                    _await(counters_ptr + place, rank)
-                    add_shared_to_global(sums_desc, [place * QUERIES, 0], stage)
-                tma.store_wait(0)
-                mbarrier.arrive(stage_empty, count=1)
+                if staged % 2 == PARITY:
+                    if rank > 0:
+                        _await(counters_ptr + place, rank)
+                    mbarrier.wait(stage_full.index(PARITY), (staged // 2) & 1)
+                    if rank == 0:
+                        tma.async_copy_shared_to_global(sums_desc, [place * QUERIES, 0], stage)
+                    else:
+                        add_shared_to_global(sums_desc, [place * QUERIES, 0], stage)
+                    tma.store_wait(0)
+                    mbarrier.arrive(stage_empty, count=1)
+                    gl.inline_asm_elementwise(
+                        """{
+                        cp.async.bulk.wait_group 0;
+                        bar.warp.sync -1;
+                        fence.proxy.async;
+                        fence.acq_rel.gpu;
+                        st.release.gpu.global.s32 [$1], $2;
+                        mov.s32 $0, $2;
+                        }""", "=r,l,r", [(counters_ptr + place).to(gl.int64), rank + 1], gl.int32, is_pure=False,
+                        pack=1)
                 staged += 1
-                gl.inline_asm_elementwise(
-                    """{
-                    cp.async.bulk.wait_group 0;
-                    fence.proxy.async;
-                    fence.acq_rel.gpu;
-                    st.release.gpu.global.s32 [$1], $2;
-                    mov.s32 $0, $2;
-                    }""", "=r,l,r", [(counters_ptr + place).to(gl.int64), rank + 1], gl.int32, is_pure=False, pack=1)
-        # No turn is left to wait for, so taking an item cannot keep others from theirs.
-        item = gl.atomic_add(counters_ptr + H * q_slots, 1, sem="relaxed") + gl.num_programs(0)
-        at = claim_count % 2
-        mbarrier.wait(taken.index(at), ((claim_count // 2) & 1) ^ 1)
-        put(claims, at, item)
-        mbarrier.arrive(claimed.index(at), count=1)
-        claim_count += 1
+        at = item_count % 2
+        mbarrier.wait(claimed.index(at), (item_count // 2) & 1)
+        item = get(claims, at, 1)
+        mbarrier.arrive(taken.index(at), count=1)
+        item_count += 1
 
 
 # ---- products ------------------------------------------------------------------------------------------------------
@@ -338,7 +342,7 @@ def _consume(
             x = gl.permute(gl.reshape(share, [4, 2, 8, 2, 8, 4, 2]), (4, 3, 0, 2, 5, 1, 6))
             stage_flat.store(gl.reshape(x, [QUERIES * D]))
             fence_async_shared()
-            mbarrier.arrive(stage_full, count=1)
+            mbarrier.arrive(stage_full.index(staged % 2), count=1)
             staged += 1
         else:
             mbarrier.wait(turn.index(turns % 2), (turns // 2) & 1)
@@ -397,7 +401,7 @@ def backward(
     g_empty = gl.allocate_shared_memory(gl.int64, [G_STAGES, 1], mbarrier.MBarrierLayout())
     turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     got = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    stage_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    stage_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     stage_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     claimed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -413,10 +417,10 @@ def backward(
         mbarrier.init(turn.index(i), count=1)
         mbarrier.init(got.index(i), count=1)
         mbarrier.init(claimed.index(i), count=1)
-        mbarrier.init(taken.index(i), count=1)
+        mbarrier.init(taken.index(i), count=2)
+        mbarrier.init(stage_full.index(i), count=1)
     mbarrier.init(v_full, count=1)
     mbarrier.init(v_empty, count=1)
-    mbarrier.init(stage_full, count=1)
     mbarrier.init(stage_empty, count=1)
     gl.warp_specialize([
         (_consume, (dq, dk, dv, scratch, k_ring, v_ring, q_ring, g_ring, ds_tile, stage, notes, k_full, k_empty, v_full,
@@ -424,7 +428,10 @@ def backward(
                     Q_STAGES, G_STAGES, ACT, FOLD)),
         (_produce, (q_desc, g_desc, k_desc, v_desc, tiles_ptr, places_ptr, k_ring, v_ring, q_ring, g_ring, notes,
                     claims, k_full, k_empty, v_full, v_empty, q_full, q_empty, g_full, g_empty, claimed, taken,
-                    entries, items, q_slots, limit, q_head, g_head, k_head, v_head, D, Q_STAGES, G_STAGES)),
+                    entries, items, counters + H * q_slots, q_slots, limit, q_head, g_head, k_head, v_head, D, Q_STAGES,
+                    G_STAGES)),
         (_add, (sums_desc, counters, tiles_ptr, places_ptr, stage, claims, turn, got, stage_full, stage_empty, claimed,
-                taken, entries, items, q_slots, limit, H)),
-    ], [1, 1], [24, 24])
+                taken, entries, items, q_slots, limit, 0)),
+        (_add, (sums_desc, counters, tiles_ptr, places_ptr, stage, claims, turn, got, stage_full, stage_empty, claimed,
+                taken, entries, items, q_slots, limit, 1)),
+    ], [1, 1, 1], [24, 24, 24])
