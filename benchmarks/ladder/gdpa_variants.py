@@ -34,7 +34,6 @@ FORWARD = {
 BACKWARD = {
     "turns": ({"TURNS": True}, None),
     "reduce": ({"TURNS": "reduce"}, None),
-    "turns_dk_first": ({"TURNS": True, "DK_LAST": False}, None),
     "turns_no_sum": ({"TURNS": True, "SUM": False}, None),
     "turns_identity": ({"TURNS": True, "FOLDED": ()}, "identity"),
     "split": ({"OWNER_KEYS": 0}, None),
@@ -59,7 +58,7 @@ def apply(settings: dict, activation: str | None) -> None:
 
     if not hasattr(launch, "plain"):
         launch.plain = launch.launch
-        names = ("QUEUE", "TURNS", "DK_LAST", "SUM", "OWNER_KEYS", "FOLDED", "STREAM", "RESIDENT", "RESIDENT_SHORT")
+        names = ("QUEUE", "TURNS", "SUM", "OWNER_KEYS", "FOLDED", "STREAM", "RESIDENT", "RESIDENT_SHORT")
         launch.first = {name: getattr(launch, name) for name in names}
     for name, value in (launch.first | settings).items():
         setattr(launch, name, value)

@@ -282,7 +282,6 @@ def _consume(
     factor = 0.5 * scale if FOLD else scale
     v_factor = 0.5 * scale if FOLD else 1.0
     stage_flat = stage._reinterpret(gl.float32, [QUERIES * D], flat)
-    v = v_ring.index(0)._reinterpret(dtype, [KEYS, D], kv_shared)
     count = 0
     kv_count = 0
     staged = 0
@@ -290,40 +289,39 @@ def _consume(
     zero = gl.zeros([KEYS, QUERIES], gl.float32, s_layout)
     dk = gl.zeros([KEYS, D], gl.float32, o_layout)
     dv = gl.zeros([KEYS, D], gl.float32, o_layout)
-    ds = gl.convert_layout(zero.to(dtype), p_layout)
     mbarrier.wait(q_full.index(0), 0)
     flags = get(notes, 0, 8)
     mbarrier.wait(k_full.index(0), 0, pred=flags >= 0)
-    s = warpgroup_mma(
+    s_next = warpgroup_mma(
         k_ring.index(0)._reinterpret(dtype, [KEYS, D], kv_shared),
         q_ring.index(0)._reinterpret(dtype, [QUERIES, D], q_shared).permute((1, 0)), zero, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(0, deps=[s])
     while flags >= 0:
         at = count % Q_STAGES
         g_at = count % G_STAGES
         kv = kv_count % 2
         k = k_ring.index(kv)._reinterpret(dtype, [KEYS, D], kv_shared)
+        v = v_ring.index(0)._reinterpret(dtype, [KEYS, D], kv_shared)
         q = q_ring.index(at)._reinterpret(dtype, [QUERIES, D], q_shared)
         g = g_ring.index(g_at)._reinterpret(dtype, [QUERIES, D], q_shared)
-        mbarrier.wait(v_full, kv_count & 1)
-        mbarrier.wait(g_full.index(g_at), (count // G_STAGES) & 1)
-        s = warpgroup_mma_wait(1, deps=[s])
-        dp = warpgroup_mma(v, g.permute((1, 0)), zero, use_acc=False, is_async=True)
-        value, slope = weigh(s, scale, ACT, FOLD)
-        weights = gl.convert_layout(value.to(dtype), p_layout)
-        dk, ds = warpgroup_mma_wait(1, deps=[dk, ds])
-        mbarrier.arrive(q_empty.index((count + Q_STAGES - 1) % Q_STAGES), count=1, pred=count > 0)
         goes_on = flags & STARTS == 0
         ends = flags & ENDS != 0
+        mbarrier.wait(v_full, kv_count & 1)
+        mbarrier.wait(g_full.index(g_at), (count // G_STAGES) & 1)
+        s = warpgroup_mma_wait(0, deps=[s_next])
+        dp_next = warpgroup_mma(v, g.permute((1, 0)), zero, use_acc=False, is_async=True)
+        value, slope = weigh(s, scale, ACT, FOLD)
+        weights = gl.convert_layout(value.to(dtype), p_layout)
         dv_next = warpgroup_mma(weights, g, dv, use_acc=goes_on, is_async=True)
-        dp = warpgroup_mma_wait(1, deps=[dp])
-        mbarrier.arrive(v_empty, count=1, pred=ends)
+        dp = warpgroup_mma_wait(1, deps=[dp_next])
         ds = (dp * slope).to(dtype)
         ds_tile.store(ds)
         fence_async_shared()
+        mbarrier.arrive(v_empty, count=1, pred=ends)
         share = gl.zeros([QUERIES, D], gl.float32, dq_layout)
         dq_next = warpgroup_mma(ds_tile.permute((1, 0)), k, share, use_acc=False, is_async=True)
         ds = gl.convert_layout(ds, p_layout)
+        dk_next = warpgroup_mma(ds, q, dk, use_acc=goes_on, is_async=True)
+        share, dv, weights = warpgroup_mma_wait(1, deps=[dq_next, dv_next, weights])
         # The scores of the next tile, perhaps of the next item, run beside the end of this one.
         ahead = (count + 1) % Q_STAGES
         mbarrier.wait(q_full.index(ahead), ((count + 1) // Q_STAGES) & 1)
@@ -333,8 +331,6 @@ def _consume(
         k_ahead = k_ring.index(kv_ahead % 2)._reinterpret(dtype, [KEYS, D], kv_shared)
         q_ahead = q_ring.index(ahead)._reinterpret(dtype, [QUERIES, D], q_shared)
         s_ahead = warpgroup_mma(k_ahead, q_ahead.permute((1, 0)), s, use_acc=False, is_async=True)
-        dk_next = warpgroup_mma(ds, q, dk, use_acc=goes_on, is_async=True)
-        share, dv, weights, dk, s = warpgroup_mma_wait(2, deps=[dq_next, dv_next, weights, dk_next, s_ahead])
         mbarrier.arrive(g_empty.index(g_at), count=1)
         mbarrier.arrive(k_empty.index(kv), count=1, pred=ends)
         if flags & LAST == 0:
@@ -354,15 +350,18 @@ def _consume(
             _store(corner, share * factor, get(notes, NOTES * at + 3, 8), stride)
             mbarrier.arrive(got.index(turns % 2), count=1)
             turns += 1
+        dk, ds = warpgroup_mma_wait(1, deps=[dk_next, ds])
+        s_next = s_ahead
         if ends:
-            whole = warpgroup_mma_wait(0, deps=[dk])
             corner = get(notes, NOTES * at + 5, 8).to(gl.int64) * stride + get(notes, NOTES * at + 4, 8) * D
-            _store_keys(dk_ptr + corner, whole * factor, get(notes, NOTES * at + 6, 8), stride)
-            _store_keys(dv_ptr + corner, dv * v_factor, get(notes, NOTES * at + 6, 8), stride)
+            rows = get(notes, NOTES * at + 6, 8)
+            _store_keys(dk_ptr + corner, dk * factor, rows, stride)
+            _store_keys(dv_ptr + corner, dv * v_factor, rows, stride)
             kv_count += 1
+        mbarrier.arrive(q_empty.index(at), count=1)
         count += 1
         flags = flags_ahead
-    warpgroup_mma_wait(0, deps=[s, dk, dv])
+    warpgroup_mma_wait(0, deps=[s_next, dk, dv])
 
 
 @gluon.jit(do_not_specialize=["batch", "list_start", "places_start", "q_elements", "kv_elements", "q_slots", "limit"])

@@ -256,7 +256,7 @@ def _store(base, tile, rows, stride):
 def _consume(
     dq_ptr, scratch_ptr, k_ring, v_ring, q_ring, g_ring, ds_tile, notes, kv_full, staged, q_full, q_empty, g_full,
     g_empty, turn, done, q_stride, scale, D: gl.constexpr, Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr,
-    ACT: gl.constexpr, FOLD: gl.constexpr, DK_LAST: gl.constexpr, SUM: gl.constexpr):
+    ACT: gl.constexpr, FOLD: gl.constexpr, SUM: gl.constexpr):
     dtype: gl.constexpr = k_ring.dtype
     VALUES: gl.constexpr = QUERIES * D // 256
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, QUERIES, 16])
@@ -279,8 +279,6 @@ def _consume(
     s_next = warpgroup_mma(
         k_ring.index(0)._reinterpret(dtype, [KEYS, D], kv_shared),
         q_ring.index(0)._reinterpret(dtype, [QUERIES, D], q_shared).permute((1, 0)), zero, use_acc=False, is_async=True)
-    if DK_LAST:
-        s_next = warpgroup_mma_wait(0, deps=[s_next])
     while flags >= 0:
         at = count % Q_STAGES
         g_at = count % G_STAGES
@@ -290,16 +288,10 @@ def _consume(
         q = q_ring.index(at)._reinterpret(dtype, [QUERIES, D], q_shared)
         g = g_ring.index(g_at)._reinterpret(dtype, [QUERIES, D], q_shared)
         mbarrier.wait(g_full.index(g_at), (count // G_STAGES) & 1)
-        if DK_LAST:
-            s = warpgroup_mma_wait(1, deps=[s_next])
-        else:
-            s = warpgroup_mma_wait(0, deps=[s_next])
+        s = warpgroup_mma_wait(0, deps=[s_next])
         dp_next = warpgroup_mma(v, g.permute((1, 0)), zero, use_acc=False, is_async=True)
         value, slope = weigh(s, scale, ACT, FOLD)
         weights = gl.convert_layout(value.to(dtype), p_layout)
-        if DK_LAST:
-            dk, ds = warpgroup_mma_wait(1, deps=[dk, ds])
-            mbarrier.arrive(q_empty.index((count + Q_STAGES - 1) % Q_STAGES), count=1, pred=count > 0)
         goes_on = flags & STARTS == 0
         dv_next = warpgroup_mma(weights, g, dv, use_acc=goes_on, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp_next])
@@ -310,9 +302,8 @@ def _consume(
         dq_next = warpgroup_mma(ds_tile.permute((1, 0)), k, share, use_acc=False, is_async=True)
         ds = gl.convert_layout(ds, p_layout)
         ahead = (count + 1) % Q_STAGES
-        if not DK_LAST:
-            dk_next = warpgroup_mma(ds, q, dk, use_acc=goes_on, is_async=True)
-            share, dv, weights = warpgroup_mma_wait(1, deps=[dq_next, dv_next, weights])
+        dk_next = warpgroup_mma(ds, q, dk, use_acc=goes_on, is_async=True)
+        share, dv, weights = warpgroup_mma_wait(1, deps=[dq_next, dv_next, weights])
         # The scores of the next tile, perhaps of the next item, run beside the end of this one.
         mbarrier.wait(q_full.index(ahead), ((count + 1) // Q_STAGES) & 1)
         flags_ahead = get(notes, NOTES * ahead, 8)
@@ -321,9 +312,6 @@ def _consume(
         k_ahead = k_ring.index(kv_ahead % 2)._reinterpret(dtype, [KEYS, D], kv_shared)
         q_ahead = q_ring.index(ahead)._reinterpret(dtype, [QUERIES, D], q_shared)
         s_ahead = warpgroup_mma(k_ahead, q_ahead.permute((1, 0)), s, use_acc=False, is_async=True)
-        if DK_LAST:
-            dk_next = warpgroup_mma(ds, q, dk, use_acc=goes_on, is_async=True)
-            share, dv, weights, dk, s_next = warpgroup_mma_wait(2, deps=[dq_next, dv_next, weights, dk_next, s_ahead])
         mbarrier.arrive(g_empty.index(g_at), count=1)
         turn_at = count % 2
         mbarrier.wait(turn.index(turn_at), (count // 2) & 1)
@@ -339,15 +327,11 @@ def _consume(
             corner = dq_ptr + get(notes, NOTES * at + 2, 8).to(gl.int64) * q_stride + get(notes, NOTES * at + 4, 8) * D
             _store(corner, share * factor, get(notes, NOTES * at + 3, 8), q_stride)
         mbarrier.arrive(done.index(turn_at), count=1)
-        if not DK_LAST:
-            dk, ds = warpgroup_mma_wait(1, deps=[dk_next, ds])
-            mbarrier.arrive(q_empty.index(at), count=1)
-            s_next = s_ahead
+        dk, ds = warpgroup_mma_wait(1, deps=[dk_next, ds])
+        mbarrier.arrive(q_empty.index(at), count=1)
+        s_next = s_ahead
         if flags & ENDS != 0:
-            whole = dk
-            if DK_LAST:
-                whole = warpgroup_mma_wait(0, deps=[dk])
-            k.store((whole * factor).to(dtype))
+            k.store((dk * factor).to(dtype))
             v.store((dv * v_factor).to(dtype))
             fence_async_shared()
             mbarrier.arrive(staged.index(kv), count=1)
@@ -362,7 +346,7 @@ def backward_in_turns(
     q_desc, g_desc, k_desc, v_desc, dk_desc, dv_desc, dq, dk, dv, scratch, counters, q_offsets, kv_offsets, schedule,
     batch, list_start, places_start, q_elements, kv_elements, q_slots, limit, scale, H, q_head, g_head, k_head, v_head,
     ACT: gl.constexpr, D: gl.constexpr, Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr, FOLD: gl.constexpr,
-    DK_LAST: gl.constexpr, SUM: gl.constexpr):
+    SUM: gl.constexpr):
     """dq [Tq, H, D], dk and dv [Tkv, H, D] contiguous; scratch fp32 [H * q_slots, 64 * D]; counters int32, zeros
     [H * q_slots + 1]. One block a multiprocessor; 8 warps."""
     _zero_rows(dq, gl.load(q_offsets + batch).to(gl.int64) * H * D, q_elements, 2048)
@@ -412,7 +396,7 @@ def backward_in_turns(
         mbarrier.init(taken.index(i), count=1)
     gl.warp_specialize([
         (_consume, (dq, scratch, k_ring, v_ring, q_ring, g_ring, ds_tile, notes, kv_full, staged, q_full, q_empty,
-                    g_full, g_empty, turn, done, H * D, scale, D, Q_STAGES, G_STAGES, ACT, FOLD, DK_LAST, SUM)),
+                    g_full, g_empty, turn, done, H * D, scale, D, Q_STAGES, G_STAGES, ACT, FOLD, SUM)),
         (_produce, (q_desc, g_desc, k_desc, v_desc, dk_desc, dv_desc, tiles_ptr, places_ptr, k_ring, v_ring, q_ring,
                     g_ring, notes, places, claims, kv_full, staged, q_full, q_empty, g_full, g_empty, claimed, taken,
                     entries, items, q_slots, limit, q_head, g_head, k_head, v_head, D, Q_STAGES, G_STAGES)),

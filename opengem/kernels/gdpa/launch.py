@@ -36,7 +36,6 @@ OWNER_KEYS = 512  # most keys a sample may have for the backward in one kernel (
 QUEUE = None
 TURNS = False
 TURNS_STAGES = (3, 2)
-DK_LAST = True
 SUM = True
 FUSED_KEYS = 128  # key rows of its tiles
 FUSED_STAGES = (3, 2)  # tiles of queries, of output gradients
@@ -195,7 +194,7 @@ def _backward_in_turns(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, act
         (*boxes, dq, dk, dv, scratch, counters, q_offsets, kv_offsets, schedule, plan.batch, 4 + 4 * plan.q_bound,
          4 + 4 * (plan.q_bound + plan.kv_bound + plan.batch), dq.numel(), dk.numel(), q_slots, sms // 2, scale,
          plan.heads, *head_strides),
-        (activation, plan.dim, *TURNS_STAGES, fold, DK_LAST, SUM), 8)
+        (activation, plan.dim, *TURNS_STAGES, fold, SUM), 8)
     return dq, dk, dv
 
 
