@@ -45,16 +45,17 @@ act_both = gluon.jit(shared.act_both.fn)
 def weigh(s, scale, ACT: gl.constexpr, FOLD: gl.constexpr):
     """(value, slope) of scores s before scaling; with FOLD both still lack their factor scale / 2 and 1 / 2."""
     if FOLD:
-        u = s * s
         if ACT == "silu":
             bend = 0.5 * scale
             t = _tanh(s * bend, True)
         else:
             a = TANH_A * scale
             b = TANH_AB * scale * scale * scale
+            u = s * s
             t = _tanh(s * (a + b * u), True)
             bend = a + 3.0 * b * u
-        return s + s * t, (1.0 + t) + (s - s * t * t) * bend
+        value = s + s * t
+        return value, (1.0 + t) + (value - value * t) * bend  # s (1 - t^2) = value (1 - t)
     else:
         return act_both(s * scale, ACT, True)
 
