@@ -34,6 +34,8 @@ FORWARD = {
 BACKWARD = {
     "turns": ({"TURNS": True}, None),
     "reduce": ({"TURNS": "reduce"}, None),
+    "pair": ({"TURNS": "pair"}, None),
+    "pair_s_last": ({"TURNS": "pair_s_last"}, None),
     "turns_no_sum": ({"TURNS": True, "SUM": False}, None),
     "turns_identity": ({"TURNS": True, "FOLDED": ()}, "identity"),
     "split": ({"OWNER_KEYS": 0}, None),

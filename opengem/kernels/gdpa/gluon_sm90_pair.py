@@ -1,0 +1,452 @@
+"""GDPA backward for Hopper (sm_90): one kernel, five products a tile, equal bits in every run. Read `gluon_sm90.py` first.
+
+An item is 128 keys of a sample and head; blocks take items from a queue. A producer warp streams tiles of 64 queries
+and of their output gradients past them. Eight warps form scores transposed (S^T = K Q^T, dP^T = V dO^T), so that P^T and
+dS^T are left operands from registers for dv and dk; dS^T goes through shared memory once, for dq = dS K. The scores of
+the next tile, perhaps of the next item, are multiplied beside the end of this one.
+
+dq is summed in fp32 scratch by the blocks of a sample, in turn: they pass over its query tiles from staggered starts, and
+each tile has a counter of the blocks that have added to it. One warp waits for the block's turn, another announces that
+the block is done. The first block of a tile stores, the next ones add, the last one adds and writes dq. The order
+follows from the shape of the sample, so the bits do not depend on timing. Scratch holds a tile in the order of the
+registers: a thread reads and writes 16 bytes at a time.
+
+No block waits for one that may never run: items are taken in order, and turns wait for earlier items, or (at most half
+as many key tiles in a sample as there are multiprocessors) for blocks of one sample that all fit.
+"""
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from opengem.kernels.gdpa import triton as shared
+from opengem.kernels.gdpa.gluon_sm90 import BOUND, TANH_A, TANH_AB, _load_rows, _tanh, _zero_rows
+from opengem.kernels.gdpa.gluon_sm90_backward import QUAD, _flat, _runs, _unflat
+from opengem.kernels.jfa.gluon_sm90 import get, put
+
+KEYS = gl.constexpr(128)
+QUERIES = gl.constexpr(64)
+STARTS = gl.constexpr(1)  # the first tile of an item, its last
+ENDS = gl.constexpr(2)
+FRESH = gl.constexpr(4)  # the first block, the last block to add to this tile of dq
+LAST = gl.constexpr(8)
+NOTES = gl.constexpr(8)  # numbers that come with a tile
+act_both = gluon.jit(shared.act_both.fn)
+
+
+@gluon.jit
+def weigh(s, scale, ACT: gl.constexpr, FOLD: gl.constexpr):
+    """(value, slope) of scores s before scaling; with FOLD both still lack their factor scale / 2 and 1 / 2."""
+    if FOLD:
+        if ACT == "silu":
+            bend = 0.5 * scale
+            t = _tanh(s * bend, True)
+        else:
+            a = TANH_A * scale
+            b = TANH_AB * scale * scale * scale
+            u = s * s
+            t = _tanh(s * (a + b * u), True)
+            bend = a + 3.0 * b * u
+        value = s + s * t
+        return value, (1.0 + t) + (value - value * t) * bend  # s (1 - t^2) = value (1 - t)
+    else:
+        return act_both(s * scale, ACT, True)
+
+
+# ---- who works on what, and when -----------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _plan(item, tiles_ptr, places_ptr, count, limit):
+    """(head, first key row, keys left, key tile, key tiles, first query row, queries, slot, query tiles, begin)."""
+    head = item // count
+    entry = item - head * count
+    k_row = gl.load(tiles_ptr + 4 * entry)
+    left = gl.load(tiles_ptr + 4 * entry + 1)
+    q_begin = gl.load(tiles_ptr + 4 * entry + 2)
+    m = gl.load(tiles_ptr + 4 * entry + 3)
+    tile = gl.load(places_ptr + 2 * entry)
+    slot = gl.load(places_ptr + 2 * entry + 1)
+    owners = gl.maximum(tile + (left + KEYS - 1) // KEYS, 1)
+    tiles = gl.maximum((m + QUERIES - 1) // QUERIES, 1)
+    begin = gl.where(owners <= limit, tile * tiles // owners, 0)
+    return head, k_row, left, tile, owners, q_begin, m, slot, tiles, begin
+
+
+@gluon.jit
+def _rank(query_tile, tile, owners, tiles, limit):
+    """How many blocks add to the query tile before the owner of key tile `tile` does.
+
+    From the last that has started by then downwards, then from the very last; in order where they do not all fit.
+    """
+    started = ((query_tile + 1) * owners + tiles - 1) // tiles
+    wrapped = gl.where(tile < started, started - 1 - tile, started + owners - 1 - tile)
+    return gl.where(owners <= limit, wrapped, tile)
+
+
+# ---- the warps beside the products ---------------------------------------------------------------------------------
+
+
+@builtin
+def add_shared_to_global(tensor_desc, coord, src, _semantic=None):
+    """The numbers in `src` added to those in memory, as `tma.async_copy_shared_to_global` stores them."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+@gluon.jit
+def _await(counter, rank):
+    """Until the counter has come to `rank`."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred behind;
+        .reg .s32 value;
+        again:
+        ld.acquire.gpu.global.s32 value, [$1];
+        setp.lt.s32 behind, value, $2;
+        @behind bra again;
+        mov.s32 $0, value;
+        }""", "=r,l,r", [counter.to(gl.int64), rank], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _produce(
+    q_desc, g_desc, k_desc, v_desc, tiles_ptr, places_ptr, k_ring, v_ring, q_ring, g_ring, notes, claims, k_full,
+    k_empty, v_full, v_empty, q_full, q_empty, g_full, g_empty, claimed, taken, entries, items, queue, q_slots, limit, q_head,
+    g_head, k_head, v_head, D: gl.constexpr, Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr):
+    count = 0
+    kv_count = 0
+    item = gl.program_id(0)
+    while item < items:
+        head, k_row, left, tile, owners, q_begin, m, slot, tiles, begin = _plan(
+            item, tiles_ptr, places_ptr, entries, limit)
+        kv = kv_count % 2
+        mbarrier.wait(k_empty.index(kv), ((kv_count // 2) & 1) ^ 1)
+        mbarrier.expect(k_full.index(kv), 2 * k_desc.block_type.nbytes)
+        for half in gl.static_range(2):
+            _load_rows(k_desc, head * k_head, k_row, left, half * QUERIES, k_full.index(kv), k_ring.index(2 * kv + half))
+        for trip in range(tiles):
+            query_tile = begin + trip
+            query_tile = gl.where(query_tile >= tiles, query_tile - tiles, query_tile)
+            rank = _rank(query_tile, tile, owners, tiles, limit)
+            flags = gl.where(trip == 0, STARTS, 0) + gl.where(trip == tiles - 1, ENDS, 0)
+            flags += gl.where(rank == 0, FRESH, 0) + gl.where(rank == owners - 1, LAST, 0)
+            at = count % Q_STAGES
+            mbarrier.wait(q_empty.index(at), ((count // Q_STAGES) & 1) ^ 1)
+            put(notes, NOTES * at, flags)
+            put(notes, NOTES * at + 1, head * q_slots + slot + query_tile)
+            put(notes, NOTES * at + 2, q_begin + query_tile * QUERIES)
+            put(notes, NOTES * at + 3, m - query_tile * QUERIES)
+            put(notes, NOTES * at + 4, head)
+            put(notes, NOTES * at + 5, k_row)
+            put(notes, NOTES * at + 6, left)
+            mbarrier.expect(q_full.index(at), q_desc.block_type.nbytes)
+            _load_rows(q_desc, head * q_head, q_begin, m, query_tile * QUERIES, q_full.index(at), q_ring.index(at))
+            if trip == 0:  # not before the queries: the scores of an item are multiplied while V is of the one before
+                mbarrier.wait(v_empty, (kv_count & 1) ^ 1)
+                mbarrier.expect(v_full, 2 * v_desc.block_type.nbytes)
+                for half in gl.static_range(2):
+                    _load_rows(v_desc, head * v_head, k_row, left, half * QUERIES, v_full, v_ring.index(half))
+            at = count % G_STAGES
+            mbarrier.wait(g_empty.index(at), ((count // G_STAGES) & 1) ^ 1)
+            mbarrier.expect(g_full.index(at), g_desc.block_type.nbytes)
+            _load_rows(g_desc, head * g_head, q_begin, m, query_tile * QUERIES, g_full.index(at), g_ring.index(at))
+            count += 1
+        if owners <= limit:  # others of this sample must not wait for an item that this block keeps for later
+            _await(queue, item - tile + owners - gl.num_programs(0))
+        item = gl.atomic_add(queue, 1, sem="relaxed") + gl.num_programs(0)
+        at = kv_count % 2
+        mbarrier.wait(taken.index(at), ((kv_count // 2) & 1) ^ 1)
+        put(claims, at, item)
+        mbarrier.arrive(claimed.index(at), count=1)
+        kv_count += 1
+    at = count % Q_STAGES
+    mbarrier.wait(q_empty.index(at), ((count // Q_STAGES) & 1) ^ 1)
+    put(notes, NOTES * at, -1)
+    mbarrier.arrive(q_full.index(at), count=1)
+
+
+@gluon.jit
+def _add(
+    sums_desc, counters_ptr, tiles_ptr, places_ptr, stage, claims, turn, got, stage_full, stage_empty, claimed, taken,
+    entries, items, q_slots, limit, PARITY: gl.constexpr):
+    staged = 0
+    turns = 0
+    item_count = 0
+    item = gl.program_id(0)
+    while item < items:
+        head, k_row, left, tile, owners, q_begin, m, slot, tiles, begin = _plan(
+            item, tiles_ptr, places_ptr, entries, limit)
+        for trip in range(tiles):
+            query_tile = begin + trip
+            query_tile = gl.where(query_tile >= tiles, query_tile - tiles, query_tile)
+            rank = _rank(query_tile, tile, owners, tiles, limit)
+            place = head * q_slots + slot + query_tile
+            if rank == owners - 1:
+                if turns % 2 == PARITY:
+                    if rank > 0:
+                        _await(counters_ptr + place, rank)
+                    mbarrier.wait(got.index(PARITY), ((turns // 2) & 1) ^ 1)
+                    mbarrier.arrive(turn.index(PARITY), count=1)
+                turns += 1
+            else:
+                if staged % 2 == PARITY:
+                    if rank > 0:
+                        _await(counters_ptr + place, rank)
+                    mbarrier.wait(stage_full.index(PARITY), (staged // 2) & 1)
+                    if rank == 0:
+                        tma.async_copy_shared_to_global(sums_desc, [place * QUERIES, 0], stage)
+                    else:
+                        add_shared_to_global(sums_desc, [place * QUERIES, 0], stage)
+                    tma.store_wait(0)
+                    mbarrier.arrive(stage_empty, count=1)
+                    gl.inline_asm_elementwise(
+                        """{
+                        cp.async.bulk.wait_group 0;
+                        bar.warp.sync -1;
+                        fence.proxy.async;
+                        fence.acq_rel.gpu;
+                        st.release.gpu.global.s32 [$1], $2;
+                        mov.s32 $0, $2;
+                        }""", "=r,l,r", [(counters_ptr + place).to(gl.int64), rank + 1], gl.int32, is_pure=False,
+                        pack=1)
+                staged += 1
+        at = item_count % 2
+        mbarrier.wait(claimed.index(at), (item_count // 2) & 1)
+        item = get(claims, at, 1)
+        mbarrier.arrive(taken.index(at), count=1)
+        item_count += 1
+
+
+# ---- products ------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _store_dq(base, tile, rows, stride):
+    """The first `rows` rows of a [64, 64] product to memory, 16 bytes a thread."""
+    runs = _runs(tile.to(base.dtype.element_ty))
+    run = gl.arange(0, 128, gl.SliceLayout(1, runs.type.layout))[:, None]
+    column = run // 8 % 2 * 32 + gl.arange(0, 32, gl.SliceLayout(0, runs.type.layout))[None, :]
+    row = run // 32 * 16 + run // 16 % 2 * 8 + run % 8
+    gl.store(base + row * stride + column, runs, mask=row < rows)
+
+
+@gluon.jit
+def _store_keys(base, tile, rows, stride):
+    """The first `rows` rows of a [64, 128] product to memory, 16 bytes a thread."""
+    x = gl.reshape(tile.to(base.dtype.element_ty), [4, 2, 8, 4, 4, 4, 2])
+    in_order: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [16, 0], [32, 0]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], warp_bases=[[64, 0], [128, 0]], block_bases=[],
+        shape=[256, 32])
+    x = gl.convert_layout(gl.reshape(gl.permute(x, (0, 1, 3, 2, 5, 4, 6)), [256, 32]), in_order)
+    runs = gl.inline_asm_elementwise(QUAD, "=&r,=&r,=&r,=&r,r,r,r,r", [x], dtype=x.dtype, is_pure=False, pack=8)
+    run = gl.arange(0, 256, gl.SliceLayout(1, in_order))[:, None]
+    column = run // 8 % 4 * 32 + gl.arange(0, 32, gl.SliceLayout(0, in_order))[None, :]
+    row = run // 64 * 16 + run // 32 % 2 * 8 + run % 8
+    gl.store(base + row * stride + column, runs, mask=row < rows)
+
+
+@gluon.jit
+def _consume(
+    dq_ptr, dk_ptr, dv_ptr, scratch_ptr, k_ring, v_ring, q_ring, g_ring, ds_ring, stage, notes, k_full, k_empty, v_full,
+    v_empty, q_full, q_empty, g_full, g_empty, ds_full, ds_empty, turn, got, stage_full, stage_empty, stride, scale,
+    HALF: gl.constexpr, D: gl.constexpr, Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr, ACT: gl.constexpr,
+    FOLD: gl.constexpr, DQ_LAST: gl.constexpr):
+    dtype: gl.constexpr = k_ring.dtype
+    PANEL: gl.constexpr = D // 2  # columns of dq that this warpgroup makes: one swizzled panel of a tile
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([QUERIES, D], dtype)
+    panel: gl.constexpr = gl.NVMMASharedLayout.get_default_for([QUERIES, PANEL], dtype)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    factor = 0.5 * scale if FOLD else scale
+    v_factor = 0.5 * scale if FOLD else 1.0
+    mine = stage._reinterpret(gl.float32, [2, QUERIES * PANEL], flat).index(HALF)
+    spread = _flat(gl.zeros([QUERIES, PANEL], gl.float32, s_layout))
+    cells = gl.arange(0, QUERIES * PANEL, spread.type.layout) + HALF * QUERIES * PANEL
+    count = 0
+    kv_count = 0
+    staged = 0
+    turns = 0
+    zero = gl.zeros([QUERIES, QUERIES], gl.float32, s_layout)
+    dk = gl.zeros([QUERIES, D], gl.float32, o_layout)
+    dv = gl.zeros([QUERIES, D], gl.float32, o_layout)
+    mbarrier.wait(q_full.index(0), 0)
+    flags = get(notes, 0, 4)
+    mbarrier.wait(k_full.index(0), 0, pred=flags >= 0)
+    s_next = warpgroup_mma(
+        k_ring.index(HALF)._reinterpret(dtype, [QUERIES, D], tile),
+        q_ring.index(0)._reinterpret(dtype, [QUERIES, D], tile).permute((1, 0)), zero, use_acc=False, is_async=True)
+    while flags >= 0:
+        at = count % Q_STAGES
+        g_at = count % G_STAGES
+        kv = kv_count % 2
+        v = v_ring.index(HALF)._reinterpret(dtype, [QUERIES, D], tile)
+        k_low = k_ring.index(2 * kv)._reinterpret(dtype, [2, QUERIES, PANEL], panel).index(HALF)
+        k_high = k_ring.index(2 * kv + 1)._reinterpret(dtype, [2, QUERIES, PANEL], panel).index(HALF)
+        q = q_ring.index(at)._reinterpret(dtype, [QUERIES, D], tile)
+        g = g_ring.index(g_at)._reinterpret(dtype, [QUERIES, D], tile)
+        goes_on = flags & STARTS == 0
+        ends = flags & ENDS != 0
+        mbarrier.wait(v_full, kv_count & 1)
+        mbarrier.wait(g_full.index(g_at), (count // G_STAGES) & 1)
+        s = warpgroup_mma_wait(0, deps=[s_next])
+        dp_next = warpgroup_mma(v, g.permute((1, 0)), zero, use_acc=False, is_async=True)
+        value, slope = weigh(s, scale, ACT, FOLD)
+        weights = gl.convert_layout(value.to(dtype), p_layout)
+        dv_next = warpgroup_mma(weights, g, dv, use_acc=goes_on, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=[dp_next])
+        ds = (dp * slope).to(dtype)
+        mbarrier.wait(ds_empty, (count & 1) ^ 1)
+        ds_ring.index(HALF).store(ds)
+        fence_async_shared()
+        mbarrier.arrive(ds_full, count=1)
+        mbarrier.arrive(v_empty, count=1, pred=ends)
+        ds = gl.convert_layout(ds, p_layout)
+        dk_next = warpgroup_mma(ds, q, dk, use_acc=goes_on, is_async=True)
+        dv, weights = warpgroup_mma_wait(1, deps=[dv_next, weights])
+        # The scores of the next tile, perhaps of the next item, run beside the end of this one.
+        ahead = (count + 1) % Q_STAGES
+        kv_ahead = kv_count + gl.where(ends, 1, 0)
+        k_ahead = k_ring.index(2 * (kv_ahead % 2) + HALF)._reinterpret(dtype, [QUERIES, D], tile)
+        q_ahead = q_ring.index(ahead)._reinterpret(dtype, [QUERIES, D], tile)
+        share = gl.zeros([QUERIES, PANEL], gl.float32, s_layout)
+        if DQ_LAST:
+            mbarrier.wait(q_full.index(ahead), ((count + 1) // Q_STAGES) & 1)
+            flags_ahead = get(notes, NOTES * ahead, 4)
+            mbarrier.wait(k_full.index(kv_ahead % 2), (kv_ahead // 2) & 1, pred=flags_ahead >= 0)
+            s_ahead = warpgroup_mma(k_ahead, q_ahead.permute((1, 0)), s, use_acc=False, is_async=True)
+            mbarrier.wait(ds_full, count & 1)
+            share = warpgroup_mma(ds_ring.index(0).permute((1, 0)), k_low, share, use_acc=False, is_async=True)
+            share = warpgroup_mma(ds_ring.index(1).permute((1, 0)), k_high, share, is_async=True)
+            share, dk, ds = warpgroup_mma_wait(0, deps=[share, dk_next, ds])
+        else:
+            mbarrier.wait(ds_full, count & 1)
+            share = warpgroup_mma(ds_ring.index(0).permute((1, 0)), k_low, share, use_acc=False, is_async=True)
+            share = warpgroup_mma(ds_ring.index(1).permute((1, 0)), k_high, share, is_async=True)
+            mbarrier.wait(q_full.index(ahead), ((count + 1) // Q_STAGES) & 1)
+            flags_ahead = get(notes, NOTES * ahead, 4)
+            mbarrier.wait(k_full.index(kv_ahead % 2), (kv_ahead // 2) & 1, pred=flags_ahead >= 0)
+            s_ahead = warpgroup_mma(k_ahead, q_ahead.permute((1, 0)), s, use_acc=False, is_async=True)
+            share, dk, ds = warpgroup_mma_wait(1, deps=[share, dk_next, ds])
+        s_next = s_ahead
+        mbarrier.arrive(ds_empty, count=1)
+        mbarrier.arrive(g_empty.index(g_at), count=1)
+        mbarrier.arrive(k_empty.index(kv), count=1, pred=ends)
+        if flags & LAST == 0:
+            mbarrier.wait(stage_empty, (staged & 1) ^ 1)
+            mine.store(_flat(share))
+            fence_async_shared()
+            mbarrier.arrive(stage_full.index(staged % 2), count=1)
+            staged += 1
+        else:
+            mbarrier.wait(turn.index(turns % 2), (turns // 2) & 1)
+            place = get(notes, NOTES * at + 1, 4)
+            sums = scratch_ptr + place.to(gl.int64) * (QUERIES * D)
+            if flags & FRESH == 0:
+                share += _unflat(gl.load(sums + cells, cache_modifier=".cg"), s_layout)
+            corner = get(notes, NOTES * at + 2, 4).to(gl.int64) * stride + get(notes, NOTES * at + 4, 4) * D
+            _store_dq(dq_ptr + corner + HALF * PANEL, share * factor, get(notes, NOTES * at + 3, 4), stride)
+            mbarrier.arrive(got.index(turns % 2), count=1)
+            turns += 1
+        if ends:
+            row = get(notes, NOTES * at + 5, 4) + HALF * QUERIES
+            corner = row.to(gl.int64) * stride + get(notes, NOTES * at + 4, 4) * D
+            rows = get(notes, NOTES * at + 6, 4) - HALF * QUERIES
+            _store_keys(dk_ptr + corner, dk * factor, rows, stride)
+            _store_keys(dv_ptr + corner, dv * v_factor, rows, stride)
+            kv_count += 1
+        mbarrier.arrive(q_empty.index(at), count=1)
+        count += 1
+        flags = flags_ahead
+    warpgroup_mma_wait(0, deps=[s_next, dk, dv])
+
+
+@gluon.jit(do_not_specialize=["batch", "list_start", "places_start", "q_elements", "kv_elements", "q_slots", "limit"])
+def backward(
+    q_desc, g_desc, k_desc, v_desc, sums_desc, dq, dk, dv, scratch, counters, q_offsets, kv_offsets, schedule, batch,
+    list_start, places_start, q_elements, kv_elements, q_slots, limit, scale, H, q_head, g_head, k_head, v_head,
+    ACT: gl.constexpr, D: gl.constexpr, Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr, FOLD: gl.constexpr,
+    DQ_LAST: gl.constexpr):
+    """dq [Tq, H, D], dk and dv [Tkv, H, D] contiguous; scratch fp32 [H * q_slots, 64 * D]; counters int32, zeros
+    [H * q_slots + 1]. One block a multiprocessor; 4 warps."""
+    _zero_rows(dq, gl.load(q_offsets + batch).to(gl.int64) * H * D, q_elements, 1024)
+    kv_end = gl.load(kv_offsets + batch).to(gl.int64) * H * D
+    _zero_rows(dk, kv_end, kv_elements, 1024)
+    _zero_rows(dv, kv_end, kv_elements, 1024)
+    entries = gl.load(schedule + 1)
+    items = entries * H
+    tiles_ptr = schedule + list_start
+    places_ptr = schedule + places_start
+    dtype: gl.constexpr = q_desc.dtype
+    numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    k_ring = gl.allocate_shared_memory(dtype, [4, 1, 1, QUERIES, D], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(dtype, [2, 1, 1, QUERIES, D], v_desc.layout)
+    q_ring = gl.allocate_shared_memory(dtype, [Q_STAGES, 1, 1, QUERIES, D], q_desc.layout)
+    g_ring = gl.allocate_shared_memory(dtype, [G_STAGES, 1, 1, QUERIES, D], g_desc.layout)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([QUERIES, QUERIES], dtype)
+    ds_ring = gl.allocate_shared_memory(dtype, [2, QUERIES, QUERIES], ds_layout)
+    stage = gl.allocate_shared_memory(gl.float32, [QUERIES, D], sums_desc.layout)
+    notes = gl.allocate_shared_memory(gl.int32, [NOTES * Q_STAGES, 1], numbers)
+    claims = gl.allocate_shared_memory(gl.int32, [2, 1], numbers)
+    k_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
+    g_full = gl.allocate_shared_memory(gl.int64, [G_STAGES, 1], mbarrier.MBarrierLayout())
+    g_empty = gl.allocate_shared_memory(gl.int64, [G_STAGES, 1], mbarrier.MBarrierLayout())
+    ds_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    ds_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    got = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    stage_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    stage_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    claimed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(Q_STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=2)
+    for i in gl.static_range(G_STAGES):
+        mbarrier.init(g_full.index(i), count=1)
+        mbarrier.init(g_empty.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(turn.index(i), count=1)
+        mbarrier.init(got.index(i), count=2)
+        mbarrier.init(claimed.index(i), count=1)
+        mbarrier.init(taken.index(i), count=2)
+        mbarrier.init(stage_full.index(i), count=2)
+    mbarrier.init(v_full, count=1)
+    mbarrier.init(v_empty, count=2)
+    mbarrier.init(ds_full, count=2)
+    mbarrier.init(ds_empty, count=2)
+    mbarrier.init(stage_empty, count=1)
+    gl.warp_specialize([
+        (_consume, (dq, dk, dv, scratch, k_ring, v_ring, q_ring, g_ring, ds_ring, stage, notes, k_full, k_empty, v_full,
+                    v_empty, q_full, q_empty, g_full, g_empty, ds_full, ds_empty, turn, got, stage_full, stage_empty,
+                    H * D, scale, 0, D, Q_STAGES, G_STAGES, ACT, FOLD, DQ_LAST)),
+        (_consume, (dq, dk, dv, scratch, k_ring, v_ring, q_ring, g_ring, ds_ring, stage, notes, k_full, k_empty, v_full,
+                    v_empty, q_full, q_empty, g_full, g_empty, ds_full, ds_empty, turn, got, stage_full, stage_empty,
+                    H * D, scale, 1, D, Q_STAGES, G_STAGES, ACT, FOLD, DQ_LAST)),
+        (_produce, (q_desc, g_desc, k_desc, v_desc, tiles_ptr, places_ptr, k_ring, v_ring, q_ring, g_ring, notes,
+                    claims, k_full, k_empty, v_full, v_empty, q_full, q_empty, g_full, g_empty, claimed, taken,
+                    entries, items, counters + H * q_slots, q_slots, limit, q_head, g_head, k_head, v_head, D, Q_STAGES,
+                    G_STAGES)),
+        (_add, (sums_desc, counters, tiles_ptr, places_ptr, stage, claims, turn, got, stage_full, stage_empty, claimed,
+                taken, entries, items, q_slots, limit, 0)),
+        (_add, (sums_desc, counters, tiles_ptr, places_ptr, stage, claims, turn, got, stage_full, stage_empty, claimed,
+                taken, entries, items, q_slots, limit, 1)),
+    ], [4, 1, 1, 1], [240, 24, 24, 24])
