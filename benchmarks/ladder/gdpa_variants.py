@@ -32,12 +32,14 @@ FORWARD = {
     "poly": ({"FOLDED": ()}, "gelu_poly"),
 }
 BACKWARD = {
-    "turns": ({"TURNS": True}, None),
     "reduce": ({"TURNS": "reduce"}, None),
-    "pair": ({"TURNS": "pair"}, None),
-    "pair_s_last": ({"TURNS": "pair_s_last"}, None),
-    "turns_no_sum": ({"TURNS": True, "SUM": False}, None),
-    "turns_identity": ({"TURNS": True, "FOLDED": ()}, "identity"),
+    "pair": ({"TURNS": "pair", "OWNER_KEYS": 0}, None),
+    "pair_s_last": ({"TURNS": "pair", "OWNER_KEYS": 0, "DQ_LAST": False}, None),
+    "pair_no_wait": ({"TURNS": "pair", "OWNER_KEYS": 0, "DQ_LAST": False, "PROBE": 1}, None),
+    "pair_small": ({"TURNS": "pair", "OWNER_KEYS": 0, "DQ_LAST": False, "PROBE": 2}, None),
+    "pair_store": ({"TURNS": "pair", "OWNER_KEYS": 0, "DQ_LAST": False, "PROBE": 3}, None),
+    "pair_owner": ({"TURNS": "pair", "OWNER_KEYS": 1 << 30}, None),
+    "pair_owner_s_last": ({"TURNS": "pair", "OWNER_KEYS": 1 << 30, "DQ_LAST": False}, None),
     "split": ({"OWNER_KEYS": 0}, None),
     "owner": ({"OWNER_KEYS": 1 << 30}, None),
     "owner_unfolded": ({"OWNER_KEYS": 1 << 30, "FOLDED": ()}, None),
@@ -60,7 +62,7 @@ def apply(settings: dict, activation: str | None) -> None:
 
     if not hasattr(launch, "plain"):
         launch.plain = launch.launch
-        names = ("QUEUE", "TURNS", "SUM", "OWNER_KEYS", "FOLDED", "STREAM", "RESIDENT", "RESIDENT_SHORT")
+        names = ("QUEUE", "TURNS", "SUM", "DQ_LAST", "PROBE", "OWNER_KEYS", "FOLDED", "STREAM", "RESIDENT", "RESIDENT_SHORT")
         launch.first = {name: getattr(launch, name) for name in names}
     for name, value in (launch.first | settings).items():
         setattr(launch, name, value)

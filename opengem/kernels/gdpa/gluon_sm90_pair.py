@@ -1,18 +1,23 @@
-"""GDPA backward for Hopper (sm_90): one kernel, five products a tile, equal bits in every run. Read `gluon_sm90.py` first.
+"""GDPA backward for Hopper (sm_90) in one kernel: five products a tile, equal bits in every run. Read `gluon_sm90.py` first.
 
-An item is 128 keys of a sample and head; blocks take items from a queue. A producer warp streams tiles of 64 queries
-and of their output gradients past them. Eight warps form scores transposed (S^T = K Q^T, dP^T = V dO^T), so that P^T and
-dS^T are left operands from registers for dv and dk; dS^T goes through shared memory once, for dq = dS K. The scores of
-the next tile, perhaps of the next item, are multiplied beside the end of this one.
+A block works on 128 keys of a sample and head at a time. Two consumer warpgroups keep 64 of them each, with the sums of
+dk and dv in registers, while a producer warp streams tiles of 64 queries and of their output gradients past them.
+S^T = K Q^T and dP^T = V dO^T are computed directly, so P^T and dS^T enter dv and dk from registers. dS^T also goes
+through shared memory: each warpgroup makes one half of the columns of dq = dS K, summed over all 128 keys. The scores
+of the next tile, perhaps of the next keys, are multiplied beside the end of this one. What a tile is comes with it in
+shared memory (`notes`).
 
-dq is summed in fp32 scratch by the blocks of a sample, in turn: they pass over its query tiles from staggered starts, and
-each tile has a counter of the blocks that have added to it. One warp waits for the block's turn, another announces that
-the block is done. The first block of a tile stores, the next ones add, the last one adds and writes dq. The order
-follows from the shape of the sample, so the bits do not depend on timing. Scratch holds a tile in the order of the
-registers: a thread reads and writes 16 bytes at a time.
+dq has a share from every 128 keys. They are summed in fp32 scratch that lies in the order in which threads hold a
+product, 16 bytes each. Who adds them:
+- OWNER: a block owns a sample and head, and passes over its queries once for each 128 keys. Nobody waits.
+- Otherwise an item is 128 keys, taken from a queue, and the blocks of a sample add in turn. They start staggered; each
+  tile has a counter of those that have added. Two more warps wait for the turn, let TMA add the share, and count. The
+  order follows from the shape of the sample alone, so the bits do not depend on timing.
+The first share is stored, the last one is added to what the others left, and dq written.
 
 No block waits for one that may never run: items are taken in order, and turns wait for earlier items, or (at most half
-as many key tiles in a sample as there are multiprocessors) for blocks of one sample that all fit.
+as many key tiles in a sample as there are multiprocessors) for blocks of one sample that all fit. A block takes its next
+item when the queue has left its sample.
 """
 
 from triton._C.libtriton import ir
@@ -32,11 +37,11 @@ from opengem.kernels.gdpa.gluon_sm90 import BOUND, TANH_A, TANH_AB, _load_rows, 
 from opengem.kernels.gdpa.gluon_sm90_backward import QUAD, _flat, _runs, _unflat
 from opengem.kernels.jfa.gluon_sm90 import get, put
 
-KEYS = gl.constexpr(128)
-QUERIES = gl.constexpr(64)
-STARTS = gl.constexpr(1)  # the first tile of an item, its last
+KEYS = gl.constexpr(128)  # of a block, at a time
+ROWS = gl.constexpr(64)  # keys of a warpgroup; queries of a tile
+STARTS = gl.constexpr(1)  # the first tile of 128 keys, their last
 ENDS = gl.constexpr(2)
-FRESH = gl.constexpr(4)  # the first block, the last block to add to this tile of dq
+FRESH = gl.constexpr(4)  # the first share of this tile of dq, the last one
 LAST = gl.constexpr(8)
 NOTES = gl.constexpr(8)  # numbers that come with a tile
 act_both = gluon.jit(shared.act_both.fn)
@@ -76,7 +81,7 @@ def _plan(item, tiles_ptr, places_ptr, count, limit):
     tile = gl.load(places_ptr + 2 * entry)
     slot = gl.load(places_ptr + 2 * entry + 1)
     owners = gl.maximum(tile + (left + KEYS - 1) // KEYS, 1)
-    tiles = gl.maximum((m + QUERIES - 1) // QUERIES, 1)
+    tiles = gl.maximum((m + ROWS - 1) // ROWS, 1)
     begin = gl.where(owners <= limit, tile * tiles // owners, 0)
     return head, k_row, left, tile, owners, q_begin, m, slot, tiles, begin
 
@@ -92,14 +97,14 @@ def _rank(query_tile, tile, owners, tiles, limit):
     return gl.where(owners <= limit, wrapped, tile)
 
 
-# ---- the warps beside the products ---------------------------------------------------------------------------------
-
-
-@builtin
-def add_shared_to_global(tensor_desc, coord, src, _semantic=None):
-    """The numbers in `src` added to those in memory, as `tma.async_copy_shared_to_global` stores them."""
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+@gluon.jit
+def _dealt(turn):
+    """This block's `turn`-th item, dealt zigzag."""
+    blocks = gl.num_programs(0)
+    place = gl.program_id(0)
+    if turn % 2 == 1:
+        place = blocks - 1 - place
+    return turn * blocks + place
 
 
 @gluon.jit
@@ -117,57 +122,97 @@ def _await(counter, rank):
         }""", "=r,l,r", [counter.to(gl.int64), rank], gl.int32, is_pure=False, pack=1)
 
 
+# ---- the warps beside the products ---------------------------------------------------------------------------------
+
+
+@builtin
+def add_shared_to_global(tensor_desc, coord, src, _semantic=None):
+    """The numbers in `src` added to those in memory, as `tma.async_copy_shared_to_global` stores them."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+@gluon.jit
+def _load_halves(desc, column, row, left, barrier, ring, at):
+    mbarrier.expect(barrier, 2 * desc.block_type.nbytes)
+    for half in gl.static_range(2):
+        _load_rows(desc, column, row, left, half * ROWS, barrier, ring.index(2 * at + half))
+
+
 @gluon.jit
 def _produce(
     q_desc, g_desc, k_desc, v_desc, tiles_ptr, places_ptr, k_ring, v_ring, q_ring, g_ring, notes, claims, k_full,
-    k_empty, v_full, v_empty, q_full, q_empty, g_full, g_empty, claimed, taken, entries, items, queue, q_slots, limit, q_head,
-    g_head, k_head, v_head, D: gl.constexpr, Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr):
+    k_empty, v_full, v_empty, q_full, q_empty, g_full, g_empty, claimed, taken, entries, items, queue, q_slots, limit,
+    H, q_head, g_head, k_head, v_head, D: gl.constexpr, Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr, OWNER: gl.constexpr):
     count = 0
     kv_count = 0
+    item_count = 0
     item = gl.program_id(0)
     while item < items:
-        head, k_row, left, tile, owners, q_begin, m, slot, tiles, begin = _plan(
-            item, tiles_ptr, places_ptr, entries, limit)
-        kv = kv_count % 2
-        mbarrier.wait(k_empty.index(kv), ((kv_count // 2) & 1) ^ 1)
-        mbarrier.expect(k_full.index(kv), 2 * k_desc.block_type.nbytes)
-        for half in gl.static_range(2):
-            _load_rows(k_desc, head * k_head, k_row, left, half * QUERIES, k_full.index(kv), k_ring.index(2 * kv + half))
-        for trip in range(tiles):
-            query_tile = begin + trip
-            query_tile = gl.where(query_tile >= tiles, query_tile - tiles, query_tile)
-            rank = _rank(query_tile, tile, owners, tiles, limit)
-            flags = gl.where(trip == 0, STARTS, 0) + gl.where(trip == tiles - 1, ENDS, 0)
-            flags += gl.where(rank == 0, FRESH, 0) + gl.where(rank == owners - 1, LAST, 0)
-            at = count % Q_STAGES
-            mbarrier.wait(q_empty.index(at), ((count // Q_STAGES) & 1) ^ 1)
-            put(notes, NOTES * at, flags)
-            put(notes, NOTES * at + 1, head * q_slots + slot + query_tile)
-            put(notes, NOTES * at + 2, q_begin + query_tile * QUERIES)
-            put(notes, NOTES * at + 3, m - query_tile * QUERIES)
-            put(notes, NOTES * at + 4, head)
-            put(notes, NOTES * at + 5, k_row)
-            put(notes, NOTES * at + 6, left)
-            mbarrier.expect(q_full.index(at), q_desc.block_type.nbytes)
-            _load_rows(q_desc, head * q_head, q_begin, m, query_tile * QUERIES, q_full.index(at), q_ring.index(at))
-            if trip == 0:  # not before the queries: the scores of an item are multiplied while V is of the one before
-                mbarrier.wait(v_empty, (kv_count & 1) ^ 1)
-                mbarrier.expect(v_full, 2 * v_desc.block_type.nbytes)
-                for half in gl.static_range(2):
-                    _load_rows(v_desc, head * v_head, k_row, left, half * QUERIES, v_full, v_ring.index(half))
-            at = count % G_STAGES
-            mbarrier.wait(g_empty.index(at), ((count // G_STAGES) & 1) ^ 1)
-            mbarrier.expect(g_full.index(at), g_desc.block_type.nbytes)
-            _load_rows(g_desc, head * g_head, q_begin, m, query_tile * QUERIES, g_full.index(at), g_ring.index(at))
-            count += 1
-        if owners <= limit:  # others of this sample must not wait for an item that this block keeps for later
-            _await(queue, item - tile + owners - gl.num_programs(0))
-        item = gl.atomic_add(queue, 1, sem="relaxed") + gl.num_programs(0)
-        at = kv_count % 2
-        mbarrier.wait(taken.index(at), ((kv_count // 2) & 1) ^ 1)
-        put(claims, at, item)
-        mbarrier.arrive(claimed.index(at), count=1)
-        kv_count += 1
+        if OWNER:
+            head = item % H
+            q_begin = gl.load(tiles_ptr + 4 * (item // H))
+            m = gl.load(tiles_ptr + 4 * (item // H) + 1)
+            k_begin = gl.load(tiles_ptr + 4 * (item // H) + 2)
+            n = gl.load(tiles_ptr + 4 * (item // H) + 3)
+            tiles = gl.maximum((m + ROWS - 1) // ROWS, 1)
+            begin = 0
+            place = gl.program_id(0) * q_slots
+            tile = 0
+            owners = gl.maximum((n + KEYS - 1) // KEYS, 1)
+            end = owners
+        else:
+            head, k_row, left, tile, owners, q_begin, m, slot, tiles, begin = _plan(
+                item, tiles_ptr, places_ptr, entries, limit)
+            place = head * q_slots + slot
+            k_begin = k_row - tile * KEYS
+            n = left + tile * KEYS
+            end = tile + 1
+        for key_tile in range(tile, end):
+            k_row = k_begin + key_tile * KEYS
+            left = n - key_tile * KEYS
+            kv = kv_count % 2
+            mbarrier.wait(k_empty.index(kv), ((kv_count // 2) & 1) ^ 1)
+            _load_halves(k_desc, head * k_head, k_row, left, k_full.index(kv), k_ring, kv)
+            for trip in range(tiles):
+                query_tile = begin + trip
+                query_tile = gl.where(query_tile >= tiles, query_tile - tiles, query_tile)
+                rank = key_tile if OWNER else _rank(query_tile, tile, owners, tiles, limit)
+                flags = gl.where(trip == 0, STARTS, 0) + gl.where(trip == tiles - 1, ENDS, 0)
+                flags += gl.where(rank == 0, FRESH, 0) + gl.where(rank == owners - 1, LAST, 0)
+                at = count % Q_STAGES
+                mbarrier.wait(q_empty.index(at), ((count // Q_STAGES) & 1) ^ 1)
+                put(notes, NOTES * at, flags)
+                put(notes, NOTES * at + 1, place + query_tile)
+                put(notes, NOTES * at + 2, q_begin + query_tile * ROWS)
+                put(notes, NOTES * at + 3, m - query_tile * ROWS)
+                put(notes, NOTES * at + 4, head)
+                put(notes, NOTES * at + 5, k_row)
+                put(notes, NOTES * at + 6, left)
+                mbarrier.expect(q_full.index(at), q_desc.block_type.nbytes)
+                _load_rows(q_desc, head * q_head, q_begin, m, query_tile * ROWS, q_full.index(at), q_ring.index(at))
+                if trip == 0:  # not before the queries: these scores are multiplied while V is of the keys before
+                    v_at = kv_count % V_STAGES
+                    mbarrier.wait(v_empty.index(v_at), ((kv_count // V_STAGES) & 1) ^ 1)
+                    _load_halves(v_desc, head * v_head, k_row, left, v_full.index(v_at), v_ring, v_at)
+                at = count % G_STAGES
+                mbarrier.wait(g_empty.index(at), ((count // G_STAGES) & 1) ^ 1)
+                mbarrier.expect(g_full.index(at), g_desc.block_type.nbytes)
+                _load_rows(g_desc, head * g_head, q_begin, m, query_tile * ROWS, g_full.index(at), g_ring.index(at))
+                count += 1
+            kv_count += 1
+        if OWNER:
+            item = _dealt(item_count + 1)
+        else:
+            if owners <= limit:  # others of this sample must not wait for an item that this block keeps for later
+                _await(queue, item - tile + owners - gl.num_programs(0))
+            item = gl.atomic_add(queue, 1, sem="relaxed") + gl.num_programs(0)
+            at = item_count % 2
+            mbarrier.wait(taken.index(at), ((item_count // 2) & 1) ^ 1)
+            put(claims, at, item)
+            mbarrier.arrive(claimed.index(at), count=1)
+        item_count += 1
     at = count % Q_STAGES
     mbarrier.wait(q_empty.index(at), ((count // Q_STAGES) & 1) ^ 1)
     put(notes, NOTES * at, -1)
@@ -177,7 +222,8 @@ def _produce(
 @gluon.jit
 def _add(
     sums_desc, counters_ptr, tiles_ptr, places_ptr, stage, claims, turn, got, stage_full, stage_empty, claimed, taken,
-    entries, items, q_slots, limit, PARITY: gl.constexpr):
+    entries, items, q_slots, limit, PARITY: gl.constexpr, PROBE: gl.constexpr):
+    """Every second share of the block, added when it is its turn, and every second turn of those that are the last."""
     staged = 0
     turns = 0
     item_count = 0
@@ -192,20 +238,25 @@ def _add(
             place = head * q_slots + slot + query_tile
             if rank == owners - 1:
                 if turns % 2 == PARITY:
-                    if rank > 0:
-                        _await(counters_ptr + place, rank)
+                    if PROBE != 1:
+                        if rank > 0:
+                            _await(counters_ptr + place, rank)
                     mbarrier.wait(got.index(PARITY), ((turns // 2) & 1) ^ 1)
                     mbarrier.arrive(turn.index(PARITY), count=1)
                 turns += 1
             else:
                 if staged % 2 == PARITY:
-                    if rank > 0:
-                        _await(counters_ptr + place, rank)
+                    if PROBE != 1:
+                        if rank > 0:
+                            _await(counters_ptr + place, rank)
                     mbarrier.wait(stage_full.index(PARITY), (staged // 2) & 1)
-                    if rank == 0:
-                        tma.async_copy_shared_to_global(sums_desc, [place * QUERIES, 0], stage)
+                    row = place * ROWS
+                    if PROBE == 2:
+                        row = (gl.program_id(0) * 4 + place % 4) * ROWS
+                    if (rank == 0) | (PROBE == 3):
+                        tma.async_copy_shared_to_global(sums_desc, [row, 0], stage)
                     else:
-                        add_shared_to_global(sums_desc, [place * QUERIES, 0], stage)
+                        add_shared_to_global(sums_desc, [row, 0], stage)
                     tma.store_wait(0)
                     mbarrier.arrive(stage_empty, count=1)
                     gl.inline_asm_elementwise(
@@ -259,46 +310,45 @@ def _store_keys(base, tile, rows, stride):
 def _consume(
     dq_ptr, dk_ptr, dv_ptr, scratch_ptr, k_ring, v_ring, q_ring, g_ring, ds_ring, stage, notes, k_full, k_empty, v_full,
     v_empty, q_full, q_empty, g_full, g_empty, ds_full, ds_empty, turn, got, stage_full, stage_empty, stride, scale,
-    HALF: gl.constexpr, D: gl.constexpr, Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr, ACT: gl.constexpr,
-    FOLD: gl.constexpr, DQ_LAST: gl.constexpr):
+    HALF: gl.constexpr, D: gl.constexpr, Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    ACT: gl.constexpr, FOLD: gl.constexpr, OWNER: gl.constexpr, DQ_LAST: gl.constexpr):
     dtype: gl.constexpr = k_ring.dtype
     PANEL: gl.constexpr = D // 2  # columns of dq that this warpgroup makes: one swizzled panel of a tile
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([QUERIES, D], dtype)
-    panel: gl.constexpr = gl.NVMMASharedLayout.get_default_for([QUERIES, PANEL], dtype)
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
+    panel: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, PANEL], dtype)
     factor = 0.5 * scale if FOLD else scale
     v_factor = 0.5 * scale if FOLD else 1.0
-    mine = stage._reinterpret(gl.float32, [2, QUERIES * PANEL], flat).index(HALF)
-    spread = _flat(gl.zeros([QUERIES, PANEL], gl.float32, s_layout))
-    cells = gl.arange(0, QUERIES * PANEL, spread.type.layout) + HALF * QUERIES * PANEL
+    spread = _flat(gl.zeros([ROWS, PANEL], gl.float32, s_layout))
+    cells = gl.arange(0, ROWS * PANEL, spread.type.layout) + HALF * ROWS * PANEL
     count = 0
     kv_count = 0
     staged = 0
     turns = 0
-    zero = gl.zeros([QUERIES, QUERIES], gl.float32, s_layout)
-    dk = gl.zeros([QUERIES, D], gl.float32, o_layout)
-    dv = gl.zeros([QUERIES, D], gl.float32, o_layout)
+    zero = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
+    dk = gl.zeros([ROWS, D], gl.float32, o_layout)
+    dv = gl.zeros([ROWS, D], gl.float32, o_layout)
     mbarrier.wait(q_full.index(0), 0)
     flags = get(notes, 0, 4)
     mbarrier.wait(k_full.index(0), 0, pred=flags >= 0)
     s_next = warpgroup_mma(
-        k_ring.index(HALF)._reinterpret(dtype, [QUERIES, D], tile),
-        q_ring.index(0)._reinterpret(dtype, [QUERIES, D], tile).permute((1, 0)), zero, use_acc=False, is_async=True)
+        k_ring.index(HALF)._reinterpret(dtype, [ROWS, D], tile),
+        q_ring.index(0)._reinterpret(dtype, [ROWS, D], tile).permute((1, 0)), zero, use_acc=False, is_async=True)
     while flags >= 0:
         at = count % Q_STAGES
         g_at = count % G_STAGES
+        v_at = kv_count % V_STAGES
         kv = kv_count % 2
-        v = v_ring.index(HALF)._reinterpret(dtype, [QUERIES, D], tile)
-        k_low = k_ring.index(2 * kv)._reinterpret(dtype, [2, QUERIES, PANEL], panel).index(HALF)
-        k_high = k_ring.index(2 * kv + 1)._reinterpret(dtype, [2, QUERIES, PANEL], panel).index(HALF)
-        q = q_ring.index(at)._reinterpret(dtype, [QUERIES, D], tile)
-        g = g_ring.index(g_at)._reinterpret(dtype, [QUERIES, D], tile)
+        v = v_ring.index(2 * v_at + HALF)._reinterpret(dtype, [ROWS, D], tile)
+        k_low = k_ring.index(2 * kv)._reinterpret(dtype, [2, ROWS, PANEL], panel).index(HALF)
+        k_high = k_ring.index(2 * kv + 1)._reinterpret(dtype, [2, ROWS, PANEL], panel).index(HALF)
+        q = q_ring.index(at)._reinterpret(dtype, [ROWS, D], tile)
+        g = g_ring.index(g_at)._reinterpret(dtype, [ROWS, D], tile)
         goes_on = flags & STARTS == 0
         ends = flags & ENDS != 0
-        mbarrier.wait(v_full, kv_count & 1)
+        mbarrier.wait(v_full.index(v_at), (kv_count // V_STAGES) & 1)
         mbarrier.wait(g_full.index(g_at), (count // G_STAGES) & 1)
         s = warpgroup_mma_wait(0, deps=[s_next])
         dp_next = warpgroup_mma(v, g.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -311,28 +361,36 @@ def _consume(
         ds_ring.index(HALF).store(ds)
         fence_async_shared()
         mbarrier.arrive(ds_full, count=1)
-        mbarrier.arrive(v_empty, count=1, pred=ends)
+        mbarrier.arrive(v_empty.index(v_at), count=1, pred=ends)
         ds = gl.convert_layout(ds, p_layout)
         dk_next = warpgroup_mma(ds, q, dk, use_acc=goes_on, is_async=True)
         dv, weights = warpgroup_mma_wait(1, deps=[dv_next, weights])
-        # The scores of the next tile, perhaps of the next item, run beside the end of this one.
+        # The scores of the next tile, perhaps of the next keys, run beside the end of this one.
         ahead = (count + 1) % Q_STAGES
         kv_ahead = kv_count + gl.where(ends, 1, 0)
-        k_ahead = k_ring.index(2 * (kv_ahead % 2) + HALF)._reinterpret(dtype, [QUERIES, D], tile)
-        q_ahead = q_ring.index(ahead)._reinterpret(dtype, [QUERIES, D], tile)
-        share = gl.zeros([QUERIES, PANEL], gl.float32, s_layout)
+        k_ahead = k_ring.index(2 * (kv_ahead % 2) + HALF)._reinterpret(dtype, [ROWS, D], tile)
+        q_ahead = q_ring.index(ahead)._reinterpret(dtype, [ROWS, D], tile)
+        last = flags & LAST != 0
+        sums = scratch_ptr + get(notes, NOTES * at + 1, 4).to(gl.int64) * (ROWS * D)
+        if OWNER:
+            grows = flags & FRESH == 0
+        else:
+            grows = last & (flags & FRESH == 0)
+            mbarrier.wait(turn.index(turns % 2), (turns // 2) & 1, pred=last)
         if DQ_LAST:
             mbarrier.wait(q_full.index(ahead), ((count + 1) // Q_STAGES) & 1)
             flags_ahead = get(notes, NOTES * ahead, 4)
             mbarrier.wait(k_full.index(kv_ahead % 2), (kv_ahead // 2) & 1, pred=flags_ahead >= 0)
             s_ahead = warpgroup_mma(k_ahead, q_ahead.permute((1, 0)), s, use_acc=False, is_async=True)
+            share = _unflat(gl.load(sums + cells, mask=(cells >= 0) & grows, other=0.0, cache_modifier=".cg"), s_layout)
             mbarrier.wait(ds_full, count & 1)
-            share = warpgroup_mma(ds_ring.index(0).permute((1, 0)), k_low, share, use_acc=False, is_async=True)
+            share = warpgroup_mma(ds_ring.index(0).permute((1, 0)), k_low, share, is_async=True)
             share = warpgroup_mma(ds_ring.index(1).permute((1, 0)), k_high, share, is_async=True)
             share, dk, ds = warpgroup_mma_wait(0, deps=[share, dk_next, ds])
         else:
+            share = _unflat(gl.load(sums + cells, mask=(cells >= 0) & grows, other=0.0, cache_modifier=".cg"), s_layout)
             mbarrier.wait(ds_full, count & 1)
-            share = warpgroup_mma(ds_ring.index(0).permute((1, 0)), k_low, share, use_acc=False, is_async=True)
+            share = warpgroup_mma(ds_ring.index(0).permute((1, 0)), k_low, share, is_async=True)
             share = warpgroup_mma(ds_ring.index(1).permute((1, 0)), k_high, share, is_async=True)
             mbarrier.wait(q_full.index(ahead), ((count + 1) // Q_STAGES) & 1)
             flags_ahead = get(notes, NOTES * ahead, 4)
@@ -343,26 +401,26 @@ def _consume(
         mbarrier.arrive(ds_empty, count=1)
         mbarrier.arrive(g_empty.index(g_at), count=1)
         mbarrier.arrive(k_empty.index(kv), count=1, pred=ends)
-        if flags & LAST == 0:
-            mbarrier.wait(stage_empty, (staged & 1) ^ 1)
-            mine.store(_flat(share))
-            fence_async_shared()
-            mbarrier.arrive(stage_full.index(staged % 2), count=1)
-            staged += 1
-        else:
-            mbarrier.wait(turn.index(turns % 2), (turns // 2) & 1)
-            place = get(notes, NOTES * at + 1, 4)
-            sums = scratch_ptr + place.to(gl.int64) * (QUERIES * D)
-            if flags & FRESH == 0:
-                share += _unflat(gl.load(sums + cells, cache_modifier=".cg"), s_layout)
+        if last:
             corner = get(notes, NOTES * at + 2, 4).to(gl.int64) * stride + get(notes, NOTES * at + 4, 4) * D
             _store_dq(dq_ptr + corner + HALF * PANEL, share * factor, get(notes, NOTES * at + 3, 4), stride)
-            mbarrier.arrive(got.index(turns % 2), count=1)
-            turns += 1
+            if not OWNER:
+                mbarrier.arrive(got.index(turns % 2), count=1)
+                turns += 1
+        else:
+            if OWNER:
+                gl.store(sums + cells, _flat(share))
+            else:
+                mbarrier.wait(stage_empty, (staged & 1) ^ 1)
+                flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+                stage._reinterpret(gl.float32, [2, ROWS * PANEL], flat).index(HALF).store(_flat(share))
+                fence_async_shared()
+                mbarrier.arrive(stage_full.index(staged % 2), count=1)
+                staged += 1
         if ends:
-            row = get(notes, NOTES * at + 5, 4) + HALF * QUERIES
+            row = get(notes, NOTES * at + 5, 4) + HALF * ROWS
             corner = row.to(gl.int64) * stride + get(notes, NOTES * at + 4, 4) * D
-            rows = get(notes, NOTES * at + 6, 4) - HALF * QUERIES
+            rows = get(notes, NOTES * at + 6, 4) - HALF * ROWS
             _store_keys(dk_ptr + corner, dk * factor, rows, stride)
             _store_keys(dv_ptr + corner, dv * v_factor, rows, stride)
             kv_count += 1
@@ -376,33 +434,36 @@ def _consume(
 def backward(
     q_desc, g_desc, k_desc, v_desc, sums_desc, dq, dk, dv, scratch, counters, q_offsets, kv_offsets, schedule, batch,
     list_start, places_start, q_elements, kv_elements, q_slots, limit, scale, H, q_head, g_head, k_head, v_head,
-    ACT: gl.constexpr, D: gl.constexpr, Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr, FOLD: gl.constexpr,
-    DQ_LAST: gl.constexpr):
-    """dq [Tq, H, D], dk and dv [Tkv, H, D] contiguous; scratch fp32 [H * q_slots, 64 * D]; counters int32, zeros
-    [H * q_slots + 1]. One block a multiprocessor; 4 warps."""
+    ACT: gl.constexpr, D: gl.constexpr, Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    FOLD: gl.constexpr, OWNER: gl.constexpr, DQ_LAST: gl.constexpr, PROBE: gl.constexpr):
+    """dq [Tq, H, D], dk and dv [Tkv, H, D] contiguous. scratch fp32: tiles [64 * D], OWNER: q_slots for each block, else
+    H * q_slots, which then is also the number of counters, int32 zeros, and one more. One block a multiprocessor."""
     _zero_rows(dq, gl.load(q_offsets + batch).to(gl.int64) * H * D, q_elements, 1024)
     kv_end = gl.load(kv_offsets + batch).to(gl.int64) * H * D
     _zero_rows(dk, kv_end, kv_elements, 1024)
     _zero_rows(dv, kv_end, kv_elements, 1024)
-    entries = gl.load(schedule + 1)
+    entries = gl.load(schedule + 2) if OWNER else gl.load(schedule + 1)
     items = entries * H
     tiles_ptr = schedule + list_start
     places_ptr = schedule + places_start
     dtype: gl.constexpr = q_desc.dtype
     numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    k_ring = gl.allocate_shared_memory(dtype, [4, 1, 1, QUERIES, D], k_desc.layout)
-    v_ring = gl.allocate_shared_memory(dtype, [2, 1, 1, QUERIES, D], v_desc.layout)
-    q_ring = gl.allocate_shared_memory(dtype, [Q_STAGES, 1, 1, QUERIES, D], q_desc.layout)
-    g_ring = gl.allocate_shared_memory(dtype, [G_STAGES, 1, 1, QUERIES, D], g_desc.layout)
-    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([QUERIES, QUERIES], dtype)
-    ds_ring = gl.allocate_shared_memory(dtype, [2, QUERIES, QUERIES], ds_layout)
-    stage = gl.allocate_shared_memory(gl.float32, [QUERIES, D], sums_desc.layout)
+    k_ring = gl.allocate_shared_memory(dtype, [4, 1, 1, ROWS, D], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(dtype, [2 * V_STAGES, 1, 1, ROWS, D], v_desc.layout)
+    q_ring = gl.allocate_shared_memory(dtype, [Q_STAGES, 1, 1, ROWS, D], q_desc.layout)
+    g_ring = gl.allocate_shared_memory(dtype, [G_STAGES, 1, 1, ROWS, D], g_desc.layout)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
+    ds_ring = gl.allocate_shared_memory(dtype, [2, ROWS, ROWS], ds_layout)
+    if OWNER:
+        stage = ds_ring
+    else:
+        stage = gl.allocate_shared_memory(gl.float32, [ROWS, D], sums_desc.layout)
     notes = gl.allocate_shared_memory(gl.int32, [NOTES * Q_STAGES, 1], numbers)
     claims = gl.allocate_shared_memory(gl.int32, [2, 1], numbers)
     k_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
     g_full = gl.allocate_shared_memory(gl.int64, [G_STAGES, 1], mbarrier.MBarrierLayout())
@@ -421,6 +482,9 @@ def backward(
     for i in gl.static_range(G_STAGES):
         mbarrier.init(g_full.index(i), count=1)
         mbarrier.init(g_empty.index(i), count=2)
+    for i in gl.static_range(V_STAGES):
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=2)
     for i in gl.static_range(2):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=2)
@@ -429,24 +493,36 @@ def backward(
         mbarrier.init(claimed.index(i), count=1)
         mbarrier.init(taken.index(i), count=2)
         mbarrier.init(stage_full.index(i), count=2)
-    mbarrier.init(v_full, count=1)
-    mbarrier.init(v_empty, count=2)
     mbarrier.init(ds_full, count=2)
     mbarrier.init(ds_empty, count=2)
     mbarrier.init(stage_empty, count=1)
-    gl.warp_specialize([
-        (_consume, (dq, dk, dv, scratch, k_ring, v_ring, q_ring, g_ring, ds_ring, stage, notes, k_full, k_empty, v_full,
-                    v_empty, q_full, q_empty, g_full, g_empty, ds_full, ds_empty, turn, got, stage_full, stage_empty,
-                    H * D, scale, 0, D, Q_STAGES, G_STAGES, ACT, FOLD, DQ_LAST)),
-        (_consume, (dq, dk, dv, scratch, k_ring, v_ring, q_ring, g_ring, ds_ring, stage, notes, k_full, k_empty, v_full,
-                    v_empty, q_full, q_empty, g_full, g_empty, ds_full, ds_empty, turn, got, stage_full, stage_empty,
-                    H * D, scale, 1, D, Q_STAGES, G_STAGES, ACT, FOLD, DQ_LAST)),
-        (_produce, (q_desc, g_desc, k_desc, v_desc, tiles_ptr, places_ptr, k_ring, v_ring, q_ring, g_ring, notes,
-                    claims, k_full, k_empty, v_full, v_empty, q_full, q_empty, g_full, g_empty, claimed, taken,
-                    entries, items, counters + H * q_slots, q_slots, limit, q_head, g_head, k_head, v_head, D, Q_STAGES,
-                    G_STAGES)),
-        (_add, (sums_desc, counters, tiles_ptr, places_ptr, stage, claims, turn, got, stage_full, stage_empty, claimed,
-                taken, entries, items, q_slots, limit, 0)),
-        (_add, (sums_desc, counters, tiles_ptr, places_ptr, stage, claims, turn, got, stage_full, stage_empty, claimed,
-                taken, entries, items, q_slots, limit, 1)),
-    ], [4, 1, 1, 1], [240, 24, 24, 24])
+    if OWNER:
+        gl.warp_specialize([
+            (_consume, (dq, dk, dv, scratch, k_ring, v_ring, q_ring, g_ring, ds_ring, stage, notes, k_full, k_empty,
+                        v_full, v_empty, q_full, q_empty, g_full, g_empty, ds_full, ds_empty, turn, got, stage_full,
+                        stage_empty, H * D, scale, 0, D, Q_STAGES, G_STAGES, V_STAGES, ACT, FOLD, OWNER, DQ_LAST)),
+            (_consume, (dq, dk, dv, scratch, k_ring, v_ring, q_ring, g_ring, ds_ring, stage, notes, k_full, k_empty,
+                        v_full, v_empty, q_full, q_empty, g_full, g_empty, ds_full, ds_empty, turn, got, stage_full,
+                        stage_empty, H * D, scale, 1, D, Q_STAGES, G_STAGES, V_STAGES, ACT, FOLD, OWNER, DQ_LAST)),
+            (_produce, (q_desc, g_desc, k_desc, v_desc, tiles_ptr, places_ptr, k_ring, v_ring, q_ring, g_ring, notes,
+                        claims, k_full, k_empty, v_full, v_empty, q_full, q_empty, g_full, g_empty, claimed, taken,
+                        entries, items, counters, q_slots, limit, H, q_head, g_head, k_head, v_head, D, Q_STAGES,
+                        G_STAGES, V_STAGES, OWNER)),
+        ], [4, 1], [240, 24])
+    else:
+        gl.warp_specialize([
+            (_consume, (dq, dk, dv, scratch, k_ring, v_ring, q_ring, g_ring, ds_ring, stage, notes, k_full, k_empty,
+                        v_full, v_empty, q_full, q_empty, g_full, g_empty, ds_full, ds_empty, turn, got, stage_full,
+                        stage_empty, H * D, scale, 0, D, Q_STAGES, G_STAGES, V_STAGES, ACT, FOLD, OWNER, DQ_LAST)),
+            (_consume, (dq, dk, dv, scratch, k_ring, v_ring, q_ring, g_ring, ds_ring, stage, notes, k_full, k_empty,
+                        v_full, v_empty, q_full, q_empty, g_full, g_empty, ds_full, ds_empty, turn, got, stage_full,
+                        stage_empty, H * D, scale, 1, D, Q_STAGES, G_STAGES, V_STAGES, ACT, FOLD, OWNER, DQ_LAST)),
+            (_produce, (q_desc, g_desc, k_desc, v_desc, tiles_ptr, places_ptr, k_ring, v_ring, q_ring, g_ring, notes,
+                        claims, k_full, k_empty, v_full, v_empty, q_full, q_empty, g_full, g_empty, claimed, taken,
+                        entries, items, counters + H * q_slots, q_slots, limit, H, q_head, g_head, k_head, v_head, D,
+                        Q_STAGES, G_STAGES, V_STAGES, OWNER)),
+            (_add, (sums_desc, counters, tiles_ptr, places_ptr, stage, claims, turn, got, stage_full, stage_empty,
+                    claimed, taken, entries, items, q_slots, limit, 0, PROBE)),
+            (_add, (sums_desc, counters, tiles_ptr, places_ptr, stage, claims, turn, got, stage_full, stage_empty,
+                    claimed, taken, entries, items, q_slots, limit, 1, PROBE)),
+        ], [4, 1, 1, 1], [240, 24, 24, 24])

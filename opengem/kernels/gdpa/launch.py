@@ -37,6 +37,8 @@ QUEUE = None
 TURNS = False
 TURNS_STAGES = (3, 2)
 SUM = True
+DQ_LAST = True
+PROBE = 0
 FUSED_KEYS = 128  # key rows of its tiles
 FUSED_STAGES = (3, 2)  # tiles of queries, of output gradients
 
@@ -199,10 +201,7 @@ def _backward_in_turns(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, act
 
 
 def _backward_reduce(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, activation, scale):
-    from opengem.kernels.gdpa import gluon_sm90, gluon_sm90_pair, gluon_sm90_reduce
-
-    pair = TURNS != "reduce"
-    keys = 64 if pair else 128
+    from opengem.kernels.gdpa import gluon_sm90, gluon_sm90_reduce
 
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     sms = multiprocessors(q.device)
@@ -210,15 +209,47 @@ def _backward_reduce(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, activ
     scratch = torch.empty(plan.heads * q_slots * 64, plan.dim, dtype=torch.float32, device=q.device)
     counters = torch.zeros(plan.heads * q_slots + 1, dtype=torch.int32, device=q.device)
     head_strides = q.stride(1), grad.stride(1), k.stride(1), v.stride(1)
-    boxes = gluon_sm90.ragged((q, 64), (grad, 64), (k, keys), (v, keys))
+    boxes = gluon_sm90.ragged((q, 64), (grad, 64), (k, 128), (v, 128))
     fold = activation in FOLDED and q.dtype == torch.bfloat16
     launch(
-        gluon_sm90_pair.backward if pair else gluon_sm90_reduce.backward, (min(sms, plan.kv_bound * plan.heads), 1, 1),
+        gluon_sm90_reduce.backward, (min(sms, plan.kv_bound * plan.heads), 1, 1),
         _key(plan, (dq.numel() >> 31, dk.numel() >> 31, *head_strides), q_offsets, kv_offsets, schedule, q),
         (*boxes, gluon_sm90.sums(scratch), dq, dk, dv, scratch, counters, q_offsets, kv_offsets, schedule, plan.batch,
          4 + 4 * plan.q_bound, 4 + 4 * (plan.q_bound + plan.kv_bound + plan.batch), dq.numel(), dk.numel(), q_slots,
          sms // 2, scale, plan.heads, *head_strides),
-        (activation, plan.dim, *TURNS_STAGES, fold, *((TURNS == "pair",) if pair else ())), 4 if pair else 8)
+        (activation, plan.dim, *TURNS_STAGES, fold), 8)
+    return dq, dk, dv
+
+
+def _backward_pair(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, max_q, max_kv, activation, scale):
+    from opengem.kernels.gdpa import gluon_sm90, gluon_sm90_pair
+
+    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    owner = max_kv <= OWNER_KEYS
+    sms = multiprocessors(q.device)
+    places = 4 + 4 * (plan.q_bound + plan.kv_bound + plan.batch)
+    if owner:
+        blocks = min(sms, plan.batch * plan.heads)
+        q_slots = -(-max_q // 64)
+        tiles = blocks * q_slots if max_kv > 128 else 1
+        counters = schedule  # not used
+        start = places - 4 * plan.batch
+    else:
+        blocks = min(sms, plan.kv_bound * plan.heads)
+        q_slots = q.shape[0] // 64 + plan.batch + 1
+        tiles = plan.heads * q_slots
+        counters = torch.zeros(tiles + 1, dtype=torch.int32, device=q.device)
+        start = 4 + 4 * plan.q_bound
+    scratch = torch.empty(tiles * 64, plan.dim, dtype=torch.float32, device=q.device)
+    head_strides = q.stride(1), grad.stride(1), k.stride(1), v.stride(1)
+    boxes = gluon_sm90.ragged(*((x, 64) for x in (q, grad, k, v)))
+    fold = activation in FOLDED and q.dtype == torch.bfloat16
+    launch(
+        gluon_sm90_pair.backward, (blocks, 1, 1),
+        _key(plan, (dq.numel() >> 31, dk.numel() >> 31, *head_strides), q_offsets, kv_offsets, schedule, q),
+        (*boxes, gluon_sm90.sums(scratch), dq, dk, dv, scratch, counters, q_offsets, kv_offsets, schedule, plan.batch,
+         start, places, dq.numel(), dk.numel(), q_slots, sms // 2, scale, plan.heads, *head_strides),
+        (activation, plan.dim, *TURNS_STAGES, 2 if owner else 1, fold, owner, DQ_LAST, PROBE))
     return dq, dk, dv
 
 
@@ -244,7 +275,9 @@ def backward(
     if gluon and _gluon_fits(q, k, plan):
         tensors = (*(_tma_ready(x) for x in (grad, q, k, v)), q_offsets, kv_offsets, schedule)
         if TURNS and plan.dim == 128:
-            if TURNS in ("reduce", "pair", "pair_s_last"):
+            if TURNS == "pair":
+                return _backward_pair(*tensors, plan, max_q, max_kv, activation, scale)
+            if TURNS == "reduce":
                 return _backward_reduce(*tensors, plan, activation, scale)
             return _backward_in_turns(*tensors, plan, activation, scale)
         if plan.dim == 128 and max_kv <= OWNER_KEYS:
