@@ -20,11 +20,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 WIDE = {"RESIDENT_SHORT": (128, 2, False)}
 NARROW = {"RESIDENT": (64, 4, False)}
 FORWARD = {
-    "forward": ({}, None),
-    "queue": ({"QUEUE": True}, None),
-    "notes": ({"QUEUE": False}, None),
-    "queue_no_turns": ({"QUEUE": True, "STREAM": (128, 2, False)}, None),
-    "no_turns": ({"STREAM": (128, 2, False)}, None),
+    "old": ({"ALONE": False}, None),
+    "alone": ({"ALONE": True}, None),
+    "alone_64": ({"ALONE": True, "STREAM": (64, 4, False)} | NARROW, None),
+    "alone_128": ({"ALONE": True} | WIDE, None),
+    "alone_identity": ({"ALONE": True, "FOLDED": ()}, "identity"),
+    "no_turns": ({"ALONE": False, "STREAM": (128, 2, False)}, None),
     "tiles_of_64": ({"STREAM": (64, 4, True)} | NARROW, None),
     "tiles_of_128": (WIDE, None),
     "unfolded": ({"FOLDED": ()}, None),
@@ -40,8 +41,8 @@ BACKWARD = {
     "pair_store": ({"TURNS": "pair", "OWNER_KEYS": 0, "DQ_LAST": False, "PROBE": 3}, None),
     "pair_owner": ({"TURNS": "pair", "OWNER_KEYS": 1 << 30}, None),
     "pair_owner_s_last": ({"TURNS": "pair", "OWNER_KEYS": 1 << 30, "DQ_LAST": False}, None),
-    "split": ({"OWNER_KEYS": 0}, None),
-    "owner": ({"OWNER_KEYS": 1 << 30}, None),
+    "split": ({"TURNS": False, "OWNER_KEYS": 0}, None),
+    "owner": ({"TURNS": False, "OWNER_KEYS": 1 << 30}, None),
     "owner_unfolded": ({"OWNER_KEYS": 1 << 30, "FOLDED": ()}, None),
     "owner_identity": ({"OWNER_KEYS": 1 << 30, "FOLDED": ()}, "identity"),
     "owner_poly": ({"OWNER_KEYS": 1 << 30, "FOLDED": ()}, "gelu_poly"),
@@ -62,7 +63,7 @@ def apply(settings: dict, activation: str | None) -> None:
 
     if not hasattr(launch, "plain"):
         launch.plain = launch.launch
-        names = ("QUEUE", "TURNS", "SUM", "DQ_LAST", "PROBE", "OWNER_KEYS", "FOLDED", "STREAM", "RESIDENT", "RESIDENT_SHORT")
+        names = ("ALONE", "TURNS", "SUM", "DQ_LAST", "PROBE", "OWNER_KEYS", "FOLDED", "STREAM", "RESIDENT", "RESIDENT_SHORT")
         launch.first = {name: getattr(launch, name) for name in names}
     for name, value in (launch.first | settings).items():
         setattr(launch, name, value)

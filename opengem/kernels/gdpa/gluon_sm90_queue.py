@@ -1,4 +1,4 @@
-"""Forward with items from a queue and what they are through shared memory."""
+"""Forward: what items are comes through shared memory; a warpgroup without queries takes no part."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,27 +17,24 @@ NOTES = gl.constexpr(8)
 
 
 @gluon.jit
-def _claim(queue, turn, QUEUE: gl.constexpr):
-    if QUEUE:
-        return gl.atomic_add(queue, 1, sem="relaxed")
-    else:
-        blocks = gl.num_programs(0)
-        place = gl.program_id(0)
-        if turn % 2 == 1:
-            place = blocks - 1 - place
-        return turn * blocks + place
+def _dealt(turn):
+    """This block's `turn`-th item, dealt zigzag."""
+    blocks = gl.num_programs(0)
+    place = gl.program_id(0)
+    if turn % 2 == 1:
+        place = blocks - 1 - place
+    return turn * blocks + place
 
 
 @gluon.jit
 def produce(
-    q_desc, k_desc, v_desc, schedule, queue, items, H, q_head, k_head, v_head, q_ring, k_ring, v_ring, notes, q_full,
-    q_empty, k_full, k_empty, v_full, v_empty, STAGES: gl.constexpr, BN: gl.constexpr, RESIDENT: gl.constexpr,
-    QUEUE: gl.constexpr):
+    q_desc, k_desc, v_desc, schedule, items, H, q_head, k_head, v_head, q_ring, k_ring, v_ring, notes, q_full,
+    q_empty, k_full, k_empty, v_full, v_empty, STAGES: gl.constexpr, BN: gl.constexpr, RESIDENT: gl.constexpr):
     q_loads0 = 0
     q_loads1 = 0
     kv_loads = 0
     turn = 0
-    item = _claim(queue, turn, QUEUE)
+    item = gl.program_id(0)
     while item < items:
         head = item % H
         entry = schedule + 4 * (item // H)
@@ -45,10 +42,10 @@ def produce(
         q_left = gl.load(entry + 1)
         kv_begin = gl.load(entry + 2)
         kv_length = gl.load(entry + 3)
-        item = _claim(queue, turn + 1, QUEUE)
         q_rows = q_left if RESIDENT else gl.minimum(q_left, 2 * ROWS)
-        q_end = gl.where(q_rows > 0, gl.maximum(q_rows, 2 * ROWS), 0)  # each warpgroup takes part in every item
-        for first in range(0, q_end, ROWS):
+        alone = q_rows <= ROWS
+        kv_first = kv_loads
+        for first in range(0, q_rows, ROWS):
             side = (first // ROWS + turn) % 2
             loads = q_loads1 if side == 1 else q_loads0
             slot = side * Q_STAGES + loads % Q_STAGES
@@ -58,37 +55,42 @@ def produce(
             put(notes, NOTES * slot + 2, q_row + q_left)
             put(notes, NOTES * slot + 3, BOUND - q_left + first)
             put(notes, NOTES * slot + 4, head)
+            put(notes, NOTES * slot + 5, kv_first)
             mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
             _load_rows(q_desc, head * q_head, q_row, q_left, first, q_full.index(slot), q_ring.index(slot))
             q_loads1 += side
             q_loads0 += 1 - side
-            if first == ROWS:
+            if (first == ROWS) | alone:
                 for start in range(0, gl.maximum(kv_length, 1), BN):
                     place = kv_loads % STAGES
                     phase = ((kv_loads // STAGES) & 1) ^ 1
                     mbarrier.wait(k_empty.index(place), phase)
+                    mbarrier.arrive(k_empty.index(place), count=1, pred=alone)  # for the one that takes no part
                     mbarrier.expect(k_full.index(place), k_desc.block_type.nbytes)
                     _load_rows(k_desc, head * k_head, kv_begin, kv_length, start, k_full.index(place),
                                k_ring.index(place))
                     mbarrier.wait(v_empty.index(place), phase)
+                    mbarrier.arrive(v_empty.index(place), count=1, pred=alone)
                     mbarrier.expect(v_full.index(place), v_desc.block_type.nbytes)
                     _load_rows(v_desc, head * v_head, kv_begin, kv_length, start, v_full.index(place),
                                v_ring.index(place))
                     kv_loads += 1
         turn += 1
+        item = _dealt(turn)
     for side in gl.static_range(2):
         loads = q_loads1 if side == 1 else q_loads0
         slot = side * Q_STAGES + loads % Q_STAGES
         mbarrier.wait(q_empty.index(slot), ((loads // Q_STAGES) & 1) ^ 1)
         put(notes, NOTES * slot, -1)
+        put(notes, NOTES * slot + 5, 0)
         mbarrier.arrive(q_full.index(slot), count=1)
 
 
 @gluon.jit
 def consume(
-    o_desc, scale, q_ring, k_ring, v_ring, notes, q_full, q_empty, k_full, k_empty, v_full, v_empty, go,
-    HALF: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr,
-    TURNS: gl.constexpr):
+    o_desc, scale, q_ring, k_ring, v_ring, notes, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    HALF: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, ACT: gl.constexpr,
+    FOLD: gl.constexpr):
     dtype: gl.constexpr = q_ring.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
     kv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], dtype)
@@ -101,8 +103,7 @@ def consume(
     tiles = get(notes, NOTES * FIRST, 4)
     done = get(notes, NOTES * FIRST + 1, 4) != 0
     zero = tiles * 0  # a constant would have another type than what a loop carries
-    base = zero
-    steps = zero
+    base = get(notes, NOTES * FIRST + 5, 4)
     loads = zero
     j = zero
     live = tiles >= 0
@@ -125,29 +126,23 @@ def consume(
         used = j > 0
         j += 1
         if last:
-            if done:
-                base += j
             loads += 1
             j = zero
             ahead = FIRST + loads % Q_STAGES
             mbarrier.wait(q_full.index(ahead), (loads // Q_STAGES) & 1)
             tiles = get(notes, NOTES * ahead, 4)
             done = get(notes, NOTES * ahead + 1, 4) != 0
+            base = get(notes, NOTES * ahead + 5, 4)
         live = tiles >= 0
         place_ahead = (base + j) % STAGES
         mbarrier.wait(k_full.index(place_ahead), ((base + j) // STAGES) & 1, pred=live)
         q_next = q_ring.index(FIRST + loads % Q_STAGES)._reinterpret(dtype, [ROWS, D], q_layout)
         k = k_ring.index(place_ahead)._reinterpret(dtype, [BN, D], kv_layout)
-        if TURNS:
-            mbarrier.wait(go.index(HALF), (steps & 1) ^ (1 - HALF))
         s = gl.zeros([ROWS, BN], gl.float32, s_layout)
         s = warpgroup_mma(q_next, k.permute((1, 0)), s, use_acc=False, is_async=True)
         mbarrier.wait(v_full.index(place), phase)
         v = v_ring.index(place)._reinterpret(dtype, [BN, D], kv_layout)
         acc = warpgroup_mma(p, v, acc, use_acc=used, is_async=True)
-        if TURNS:
-            mbarrier.arrive(go.index(1 - HALF), count=1)
-            steps += 1
         s = warpgroup_mma_wait(1, deps=[s])
         if live & done:
             mbarrier.arrive(k_empty.index(place_ahead), count=1)
@@ -175,9 +170,9 @@ def consume(
 
 @gluon.jit(do_not_specialize=["batch", "list_start", "out_elements"])
 def forward(
-    q_desc, k_desc, v_desc, o_desc, out, queue, offsets, schedule, batch, list_start, out_elements, scale, H, q_head,
+    q_desc, k_desc, v_desc, o_desc, out, offsets, schedule, batch, list_start, out_elements, scale, H, q_head,
     k_head, v_head, ACT: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    RESIDENT: gl.constexpr, FOLD: gl.constexpr, TURNS: gl.constexpr, QUEUE: gl.constexpr):
+    RESIDENT: gl.constexpr, FOLD: gl.constexpr):
     """out [rows, H, D] contiguous. Grid: one block an SM; launched with 4 warps (the first consumer's)."""
     _zero_rows(out, gl.load(offsets + batch).to(gl.int64) * H * D, out_elements, 1024)
     count = gl.load(schedule + 2) if RESIDENT else gl.load(schedule)
@@ -192,9 +187,6 @@ def forward(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    go = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(go.index(i), count=1)
     for i in gl.static_range(2 * Q_STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
@@ -204,10 +196,10 @@ def forward(
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=2)
     gl.warp_specialize([
-        (consume, (o_desc, scale, q_ring, k_ring, v_ring, notes, q_full, q_empty, k_full, k_empty, v_full, v_empty, go,
-                   0, STAGES, BN, D, ACT, FOLD, TURNS)),
-        (consume, (o_desc, scale, q_ring, k_ring, v_ring, notes, q_full, q_empty, k_full, k_empty, v_full, v_empty, go,
-                   1, STAGES, BN, D, ACT, FOLD, TURNS)),
-        (produce, (q_desc, k_desc, v_desc, items, queue, count * H, H, q_head, k_head, v_head, q_ring, k_ring, v_ring,
-                   notes, q_full, q_empty, k_full, k_empty, v_full, v_empty, STAGES, BN, RESIDENT, QUEUE)),
+        (consume, (o_desc, scale, q_ring, k_ring, v_ring, notes, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                   0, STAGES, BN, D, ACT, FOLD)),
+        (consume, (o_desc, scale, q_ring, k_ring, v_ring, notes, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                   1, STAGES, BN, D, ACT, FOLD)),
+        (produce, (q_desc, k_desc, v_desc, items, count * H, H, q_head, k_head, v_head, q_ring, k_ring, v_ring,
+                   notes, q_full, q_empty, k_full, k_empty, v_full, v_empty, STAGES, BN, RESIDENT)),
     ], [4, 1], [240, 24])

@@ -33,11 +33,11 @@ RESIDENT_KEYS = 256  # as many stay in shared memory for a whole sample
 STREAM = (128, 2, True)
 RESIDENT, RESIDENT_SHORT = (128, 2, False), (64, 4, False)  # the latter where queries are at most RESIDENT_KEYS too
 OWNER_KEYS = 512  # most keys a sample may have for the backward in one kernel (`gluon_sm90_backward.py`)
-QUEUE = None
-TURNS = False
+ALONE = True
+TURNS = "pair"
 TURNS_STAGES = (3, 2)
 SUM = True
-DQ_LAST = True
+DQ_LAST = False
 PROBE = 0
 FUSED_KEYS = 128  # key rows of its tiles
 FUSED_STAGES = (3, 2)  # tiles of queries, of output gradients
@@ -123,15 +123,14 @@ def _gluon_forward(q, k, v, q_offsets, schedule, plan, max_q, max_kv, activation
     start = 4 + 4 * (plan.q_bound + plan.kv_bound) if resident else 4
     fold = activation in FOLDED and q.dtype == torch.bfloat16
     rows, stages, turns = STREAM if not resident else RESIDENT if max_q > RESIDENT_KEYS else RESIDENT_SHORT
-    if QUEUE is not None:
+    if ALONE:
         from opengem.kernels.gdpa import gluon_sm90_queue
 
-        queue = torch.zeros(1, dtype=torch.int32, device=q.device)
         launch(
             gluon_sm90_queue.forward, (blocks, 1, 1), _key(plan, (out.numel() >> 31, *head_strides), q_offsets, schedule, q),
-            (*gluon_sm90.ragged((q, 64), (k, rows), (v, rows), (out, 64)), out, queue, q_offsets, schedule, plan.batch,
+            (*gluon_sm90.ragged((q, 64), (k, rows), (v, rows), (out, 64)), out, q_offsets, schedule, plan.batch,
              start, out.numel(), scale, plan.heads, *head_strides),
-            (activation, plan.dim, rows, stages, resident, fold, turns, QUEUE))
+            (activation, plan.dim, rows, stages, resident, fold))
         return out
     launch(
         gluon_sm90.forward, (blocks, 1, 1), _key(plan, (out.numel() >> 31, *head_strides), q_offsets, schedule, q),
