@@ -34,12 +34,12 @@ FORWARD = {
 }
 BACKWARD = {
     "reduce": ({"TURNS": "reduce"}, None),
-    "pair": ({"TURNS": "pair", "OWNER_KEYS": 0}, None),
+    "pair": ({"TURNS": "pair", "OWNER_KEYS": 0, "DQ_LAST": True}, None),
     "pair_s_last": ({"TURNS": "pair", "OWNER_KEYS": 0, "DQ_LAST": False}, None),
     "pair_no_wait": ({"TURNS": "pair", "OWNER_KEYS": 0, "DQ_LAST": False, "PROBE": 1}, None),
     "pair_small": ({"TURNS": "pair", "OWNER_KEYS": 0, "DQ_LAST": False, "PROBE": 2}, None),
     "pair_store": ({"TURNS": "pair", "OWNER_KEYS": 0, "DQ_LAST": False, "PROBE": 3}, None),
-    "pair_owner": ({"TURNS": "pair", "OWNER_KEYS": 1 << 30}, None),
+    "pair_owner": ({"TURNS": "pair", "OWNER_KEYS": 1 << 30, "DQ_LAST": True}, None),
     "pair_owner_s_last": ({"TURNS": "pair", "OWNER_KEYS": 1 << 30, "DQ_LAST": False}, None),
     "split": ({"TURNS": False, "OWNER_KEYS": 0}, None),
     "owner": ({"TURNS": False, "OWNER_KEYS": 1 << 30}, None),
@@ -120,7 +120,24 @@ def clock(run) -> float | None:
     return float((spent[:, 0] / spent[:, 1]).median()) if len(spent) else None
 
 
-def times(plan: str, names: list[str], out: str) -> None:
+def warm(names: list[str]) -> None:
+    """Compile variants on a small input."""
+    from benchmarks.kernels import gdpa as bench
+    from opengem.kernels import backend
+
+    import torch
+
+    case = bench._attention("warm", 4, 512, 512, 0.5)
+    with backend.force("gluon"):
+        for name in names:
+            apply(*(FORWARD | BACKWARD)[name])
+            inputs = case.make(torch.device("cuda"), 0)
+            case.ours(*inputs).sum().backward()
+            torch.cuda.synchronize()
+            print(f"warm {name}", flush=True)
+
+
+def times(plan: str, names: list[str], out: str, words: list[str]) -> None:
     import torch
 
     from benchmarks import run
@@ -132,7 +149,7 @@ def times(plan: str, names: list[str], out: str) -> None:
     table = FORWARD if plan == "forward" else BACKWARD
     emit(out, run.ceilings(device))
     with backend.force("gluon"):
-        for case in [c for c in cases() if c.name in CASES]:
+        for case in [c for c in cases() if c.name in CASES and (not words or any(w in c.name for w in words))]:
             inputs = case.make(device, 0)
             for name in names:
                 apply(*table[name])
@@ -201,20 +218,23 @@ def pipes(out: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("work", choices=["check", "time", "pipes"])
+    parser.add_argument("work", choices=["check", "time", "pipes", "warm"])
     parser.add_argument("variant", nargs="?")
     parser.add_argument("--out", required=True)
     parser.add_argument("--plan", default="forward")
     parser.add_argument("--of", default="")
+    parser.add_argument("--cases", nargs="*", default=[])
     options = parser.parse_args()
     start = time.time()
     code = 0
     if options.work == "check":
         code = check(options.variant, options.out)
+    elif options.work == "warm":
+        warm(options.of.split(","))
     elif options.work == "pipes":
         pipes(options.out)
     else:
-        times(options.plan, options.of.split(","), options.out)
+        times(options.plan, options.of.split(","), options.out, options.cases)
     print(f"{options.work} {options.variant or options.plan}: {time.time() - start:.0f} s")
     return code
 

@@ -361,7 +361,8 @@ def _consume(
         ds_ring.index(HALF).store(ds)
         fence_async_shared()
         mbarrier.arrive(ds_full, count=1)
-        mbarrier.arrive(v_empty.index(v_at), count=1, pred=ends)
+        if ends:
+            mbarrier.arrive(v_empty.index(v_at), count=1)
         ds = gl.convert_layout(ds, p_layout)
         dk_next = warpgroup_mma(ds, q, dk, use_acc=goes_on, is_async=True)
         dv, weights = warpgroup_mma_wait(1, deps=[dv_next, weights])
@@ -400,7 +401,8 @@ def _consume(
         s_next = s_ahead
         mbarrier.arrive(ds_empty, count=1)
         mbarrier.arrive(g_empty.index(g_at), count=1)
-        mbarrier.arrive(k_empty.index(kv), count=1, pred=ends)
+        if ends:
+            mbarrier.arrive(k_empty.index(kv), count=1)
         if last:
             corner = get(notes, NOTES * at + 2, 4).to(gl.int64) * stride + get(notes, NOTES * at + 4, 4) * D
             _store_dq(dq_ptr + corner + HALF * PANEL, share * factor, get(notes, NOTES * at + 3, 4), stride)
