@@ -307,11 +307,26 @@ def _store_keys(base, tile, rows, stride):
 
 
 @gluon.jit
+def _discard(sums):
+    """Sums that nobody reads any more need not leave the L2: a line of 128 bytes for each of 128 threads."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .u32 thread;
+        .reg .u64 at;
+        mov.u32 thread, %tid.x;
+        and.b32 thread, thread, 127;
+        mad.wide.u32 at, thread, 128, $1;
+        discard.global.L2 [at], 128;
+        mov.u32 $0, thread;
+        }""", "=r,l", [sums.to(gl.int64)], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _consume(
     dq_ptr, dk_ptr, dv_ptr, scratch_ptr, k_ring, v_ring, q_ring, g_ring, ds_ring, stage, notes, k_full, k_empty, v_full,
     v_empty, q_full, q_empty, g_full, g_empty, ds_full, ds_empty, turn, got, stage_full, stage_empty, stride, scale,
     HALF: gl.constexpr, D: gl.constexpr, Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-    ACT: gl.constexpr, FOLD: gl.constexpr, OWNER: gl.constexpr, DQ_LAST: gl.constexpr):
+    ACT: gl.constexpr, FOLD: gl.constexpr, OWNER: gl.constexpr, DQ_LAST: gl.constexpr, PROBE: gl.constexpr):
     dtype: gl.constexpr = k_ring.dtype
     PANEL: gl.constexpr = D // 2  # columns of dq that this warpgroup makes: one swizzled panel of a tile
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -409,6 +424,9 @@ def _consume(
             if not OWNER:
                 mbarrier.arrive(got.index(turns % 2), count=1)
                 turns += 1
+                if PROBE == 4:
+                    if grows:
+                        _discard(sums + HALF * ROWS * PANEL)
         else:
             if OWNER:
                 gl.store(sums + cells, _flat(share))
@@ -502,10 +520,12 @@ def backward(
         gl.warp_specialize([
             (_consume, (dq, dk, dv, scratch, k_ring, v_ring, q_ring, g_ring, ds_ring, stage, notes, k_full, k_empty,
                         v_full, v_empty, q_full, q_empty, g_full, g_empty, ds_full, ds_empty, turn, got, stage_full,
-                        stage_empty, H * D, scale, 0, D, Q_STAGES, G_STAGES, V_STAGES, ACT, FOLD, OWNER, DQ_LAST)),
+                        stage_empty, H * D, scale, 0, D, Q_STAGES, G_STAGES, V_STAGES, ACT, FOLD, OWNER, DQ_LAST,
+                        PROBE)),
             (_consume, (dq, dk, dv, scratch, k_ring, v_ring, q_ring, g_ring, ds_ring, stage, notes, k_full, k_empty,
                         v_full, v_empty, q_full, q_empty, g_full, g_empty, ds_full, ds_empty, turn, got, stage_full,
-                        stage_empty, H * D, scale, 1, D, Q_STAGES, G_STAGES, V_STAGES, ACT, FOLD, OWNER, DQ_LAST)),
+                        stage_empty, H * D, scale, 1, D, Q_STAGES, G_STAGES, V_STAGES, ACT, FOLD, OWNER, DQ_LAST,
+                        PROBE)),
             (_produce, (q_desc, g_desc, k_desc, v_desc, tiles_ptr, places_ptr, k_ring, v_ring, q_ring, g_ring, notes,
                         claims, k_full, k_empty, v_full, v_empty, q_full, q_empty, g_full, g_empty, claimed, taken,
                         entries, items, counters, q_slots, limit, H, q_head, g_head, k_head, v_head, D, Q_STAGES,
@@ -515,10 +535,12 @@ def backward(
         gl.warp_specialize([
             (_consume, (dq, dk, dv, scratch, k_ring, v_ring, q_ring, g_ring, ds_ring, stage, notes, k_full, k_empty,
                         v_full, v_empty, q_full, q_empty, g_full, g_empty, ds_full, ds_empty, turn, got, stage_full,
-                        stage_empty, H * D, scale, 0, D, Q_STAGES, G_STAGES, V_STAGES, ACT, FOLD, OWNER, DQ_LAST)),
+                        stage_empty, H * D, scale, 0, D, Q_STAGES, G_STAGES, V_STAGES, ACT, FOLD, OWNER, DQ_LAST,
+                        PROBE)),
             (_consume, (dq, dk, dv, scratch, k_ring, v_ring, q_ring, g_ring, ds_ring, stage, notes, k_full, k_empty,
                         v_full, v_empty, q_full, q_empty, g_full, g_empty, ds_full, ds_empty, turn, got, stage_full,
-                        stage_empty, H * D, scale, 1, D, Q_STAGES, G_STAGES, V_STAGES, ACT, FOLD, OWNER, DQ_LAST)),
+                        stage_empty, H * D, scale, 1, D, Q_STAGES, G_STAGES, V_STAGES, ACT, FOLD, OWNER, DQ_LAST,
+                        PROBE)),
             (_produce, (q_desc, g_desc, k_desc, v_desc, tiles_ptr, places_ptr, k_ring, v_ring, q_ring, g_ring, notes,
                         claims, k_full, k_empty, v_full, v_empty, q_full, q_empty, g_full, g_empty, claimed, taken,
                         entries, items, counters + H * q_slots, q_slots, limit, H, q_head, g_head, k_head, v_head, D,
