@@ -22,8 +22,8 @@ NARROW = {"RESIDENT": (64, 4, False)}
 FORWARD = {
     "old": ({"ALONE": False}, None),
     "alone": ({"ALONE": True}, None),
-    "alone_64": ({"ALONE": True, "STREAM": (64, 4, False)} | NARROW, None),
-    "alone_128": ({"ALONE": True} | WIDE, None),
+    "alone_5": ({"ALONE": True, "A_SHORT": (64, 5, 2), "A_RESIDENT": (64, 5, 2)}, None),
+    "alone_4": ({"ALONE": True, "A_SHORT": (128, 2, 3), "A_RESIDENT": (64, 4, 3)}, None),
     "alone_identity": ({"ALONE": True, "FOLDED": ()}, "identity"),
     "no_turns": ({"ALONE": False, "STREAM": (128, 2, False)}, None),
     "tiles_of_64": ({"STREAM": (64, 4, True)} | NARROW, None),
@@ -64,7 +64,7 @@ def apply(settings: dict, activation: str | None) -> None:
 
     if not hasattr(launch, "plain"):
         launch.plain = launch.launch
-        names = ("ALONE", "TURNS", "SUM", "DQ_LAST", "PROBE", "OWNER_KEYS", "FOLDED", "STREAM", "RESIDENT", "RESIDENT_SHORT")
+        names = ("ALONE", "A_STREAM", "A_RESIDENT", "A_SHORT", "TURNS", "SUM", "DQ_LAST", "PROBE", "OWNER_KEYS", "FOLDED", "STREAM", "RESIDENT", "RESIDENT_SHORT")
         launch.first = {name: getattr(launch, name) for name in names}
     for name, value in (launch.first | settings).items():
         setattr(launch, name, value)

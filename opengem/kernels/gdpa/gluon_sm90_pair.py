@@ -108,6 +108,15 @@ def _dealt(turn):
 
 
 @gluon.jit
+def _read(schedule, item, items, H):
+    """(first query row, queries, first key, keys) of an item; zeros past the last."""
+    entry = schedule + 4 * (item // H)
+    live = item < items
+    return (gl.load(entry, mask=live, other=0), gl.load(entry + 1, mask=live, other=0),
+            gl.load(entry + 2, mask=live, other=0), gl.load(entry + 3, mask=live, other=0))
+
+
+@gluon.jit
 def _await(counter, rank):
     """Until the counter has come to `rank`."""
     gl.inline_asm_elementwise(
@@ -149,13 +158,13 @@ def _produce(
     kv_count = 0
     item_count = 0
     item = gl.program_id(0)
+    if OWNER:
+        q_begin, m, k_begin, n = _read(tiles_ptr, item, items, H)
     while item < items:
         if OWNER:
             head = item % H
-            q_begin = gl.load(tiles_ptr + 4 * (item // H))
-            m = gl.load(tiles_ptr + 4 * (item // H) + 1)
-            k_begin = gl.load(tiles_ptr + 4 * (item // H) + 2)
-            n = gl.load(tiles_ptr + 4 * (item // H) + 3)
+            next_item = _dealt(item_count + 1)
+            next_q, next_m, next_k, next_n = _read(tiles_ptr, next_item, items, H)
             tiles = gl.maximum((m + ROWS - 1) // ROWS, 1)
             begin = 0
             place = gl.program_id(0) * q_slots
@@ -203,7 +212,11 @@ def _produce(
                 count += 1
             kv_count += 1
         if OWNER:
-            item = _dealt(item_count + 1)
+            item = next_item
+            q_begin = next_q
+            m = next_m
+            k_begin = next_k
+            n = next_n
         else:
             if owners <= limit:  # others of this sample must not wait for an item that this block keeps for later
                 _await(queue, item - tile + owners - gl.num_programs(0))

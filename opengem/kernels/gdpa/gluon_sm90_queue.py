@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from opengem.kernels.gdpa.gluon_sm90 import BOUND, Q_STAGES, ROWS, _load_rows, _meet, _value, _zero_rows
+from opengem.kernels.gdpa.gluon_sm90 import BOUND, ROWS, _load_rows, _meet, _value, _zero_rows
 from opengem.kernels.jfa.gluon_sm90 import get, put
 
 NOTES = gl.constexpr(8)
@@ -27,21 +27,29 @@ def _dealt(turn):
 
 
 @gluon.jit
+def _read(schedule, item, items, H):
+    """(first query row, query rows left, first key, keys) of an item; zeros past the last."""
+    entry = schedule + 4 * (item // H)
+    live = item < items
+    return (gl.load(entry, mask=live, other=0), gl.load(entry + 1, mask=live, other=0),
+            gl.load(entry + 2, mask=live, other=0), gl.load(entry + 3, mask=live, other=0))
+
+
+@gluon.jit
 def produce(
     q_desc, k_desc, v_desc, schedule, items, H, q_head, k_head, v_head, q_ring, k_ring, v_ring, notes, q_full,
-    q_empty, k_full, k_empty, v_full, v_empty, STAGES: gl.constexpr, BN: gl.constexpr, RESIDENT: gl.constexpr):
+    q_empty, k_full, k_empty, v_full, v_empty, Q_STAGES: gl.constexpr,
+    STAGES: gl.constexpr, BN: gl.constexpr, RESIDENT: gl.constexpr):
     q_loads0 = 0
     q_loads1 = 0
     kv_loads = 0
     turn = 0
     item = gl.program_id(0)
+    q_row, q_left, kv_begin, kv_length = _read(schedule, item, items, H)
     while item < items:
         head = item % H
-        entry = schedule + 4 * (item // H)
-        q_row = gl.load(entry)
-        q_left = gl.load(entry + 1)
-        kv_begin = gl.load(entry + 2)
-        kv_length = gl.load(entry + 3)
+        next_item = _dealt(turn + 1)
+        next_q_row, next_q_left, next_begin, next_length = _read(schedule, next_item, items, H)
         q_rows = q_left if RESIDENT else gl.minimum(q_left, 2 * ROWS)
         alone = q_rows <= ROWS
         kv_first = kv_loads
@@ -76,7 +84,11 @@ def produce(
                                v_ring.index(place))
                     kv_loads += 1
         turn += 1
-        item = _dealt(turn)
+        item = next_item
+        q_row = next_q_row
+        q_left = next_q_left
+        kv_begin = next_begin
+        kv_length = next_length
     for side in gl.static_range(2):
         loads = q_loads1 if side == 1 else q_loads0
         slot = side * Q_STAGES + loads % Q_STAGES
@@ -89,7 +101,7 @@ def produce(
 @gluon.jit
 def consume(
     o_desc, scale, q_ring, k_ring, v_ring, notes, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    HALF: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, ACT: gl.constexpr,
+    HALF: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, ACT: gl.constexpr,
     FOLD: gl.constexpr):
     dtype: gl.constexpr = q_ring.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
@@ -172,7 +184,7 @@ def consume(
 def forward(
     q_desc, k_desc, v_desc, o_desc, out, offsets, schedule, batch, list_start, out_elements, scale, H, q_head,
     k_head, v_head, ACT: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    RESIDENT: gl.constexpr, FOLD: gl.constexpr):
+    Q_STAGES: gl.constexpr, RESIDENT: gl.constexpr, FOLD: gl.constexpr):
     """out [rows, H, D] contiguous. Grid: one block an SM; launched with 4 warps (the first consumer's)."""
     _zero_rows(out, gl.load(offsets + batch).to(gl.int64) * H * D, out_elements, 1024)
     count = gl.load(schedule + 2) if RESIDENT else gl.load(schedule)
@@ -197,9 +209,9 @@ def forward(
         mbarrier.init(v_empty.index(i), count=2)
     gl.warp_specialize([
         (consume, (o_desc, scale, q_ring, k_ring, v_ring, notes, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                   0, STAGES, BN, D, ACT, FOLD)),
+                   0, Q_STAGES, STAGES, BN, D, ACT, FOLD)),
         (consume, (o_desc, scale, q_ring, k_ring, v_ring, notes, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                   1, STAGES, BN, D, ACT, FOLD)),
+                   1, Q_STAGES, STAGES, BN, D, ACT, FOLD)),
         (produce, (q_desc, k_desc, v_desc, items, count * H, H, q_head, k_head, v_head, q_ring, k_ring, v_ring,
-                   notes, q_full, q_empty, k_full, k_empty, v_full, v_empty, STAGES, BN, RESIDENT)),
+                   notes, q_full, q_empty, k_full, k_empty, v_full, v_empty, Q_STAGES, STAGES, BN, RESIDENT)),
     ], [4, 1], [240, 24])

@@ -34,6 +34,8 @@ STREAM = (128, 2, True)
 RESIDENT, RESIDENT_SHORT = (128, 2, False), (64, 4, False)  # the latter where queries are at most RESIDENT_KEYS too
 OWNER_KEYS = 512  # most keys a sample may have for the backward in one kernel (`gluon_sm90_backward.py`)
 ALONE = True
+A_STREAM = A_RESIDENT = (128, 2, 3)
+A_SHORT = (64, 4, 3)
 TURNS = "pair"
 TURNS_STAGES = (3, 2)
 SUM = True
@@ -126,11 +128,12 @@ def _gluon_forward(q, k, v, q_offsets, schedule, plan, max_q, max_kv, activation
     if ALONE:
         from opengem.kernels.gdpa import gluon_sm90_queue
 
+        rows, stages, q_stages = A_STREAM if not resident else A_RESIDENT if max_q > RESIDENT_KEYS else A_SHORT
         launch(
             gluon_sm90_queue.forward, (blocks, 1, 1), _key(plan, (out.numel() >> 31, *head_strides), q_offsets, schedule, q),
             (*gluon_sm90.ragged((q, 64), (k, rows), (v, rows), (out, 64)), out, q_offsets, schedule, plan.batch,
              start, out.numel(), scale, plan.heads, *head_strides),
-            (activation, plan.dim, rows, stages, resident, fold))
+            (activation, plan.dim, rows, stages, q_stages, resident, fold))
         return out
     launch(
         gluon_sm90.forward, (blocks, 1, 1), _key(plan, (out.numel() >> 31, *head_strides), q_offsets, schedule, q),
