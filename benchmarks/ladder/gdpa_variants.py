@@ -39,6 +39,7 @@ BACKWARD = {
     "pair_no_wait": ({"TURNS": "pair", "OWNER_KEYS": 0, "DQ_LAST": False, "PROBE": 1}, None),
     "pair_small": ({"TURNS": "pair", "OWNER_KEYS": 0, "DQ_LAST": False, "PROBE": 2}, None),
     "pair_store": ({"TURNS": "pair", "OWNER_KEYS": 0, "DQ_LAST": False, "PROBE": 3}, None),
+    "pair_no_sum": ({"TURNS": "pair", "OWNER_KEYS": 0, "DQ_LAST": False, "PROBE": 5}, None),
     "pair_discard": ({"TURNS": "pair", "OWNER_KEYS": 0, "DQ_LAST": False, "PROBE": 4}, None),
     "pair_owner": ({"TURNS": "pair", "OWNER_KEYS": 1 << 30, "DQ_LAST": True}, None),
     "pair_owner_s_last": ({"TURNS": "pair", "OWNER_KEYS": 1 << 30, "DQ_LAST": False}, None),

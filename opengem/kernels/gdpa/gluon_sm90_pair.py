@@ -251,15 +251,15 @@ def _add(
             place = head * q_slots + slot + query_tile
             if rank == owners - 1:
                 if turns % 2 == PARITY:
-                    if PROBE != 1:
+                    if PROBE != 1 and PROBE != 5:
                         if rank > 0:
                             _await(counters_ptr + place, rank)
                     mbarrier.wait(got.index(PARITY), ((turns // 2) & 1) ^ 1)
                     mbarrier.arrive(turn.index(PARITY), count=1)
                 turns += 1
             else:
-                if staged % 2 == PARITY:
-                    if PROBE != 1:
+                if (staged % 2 == PARITY) & (PROBE != 5):
+                    if PROBE != 1 and PROBE != 5:
                         if rank > 0:
                             _await(counters_ptr + place, rank)
                     mbarrier.wait(stage_full.index(PARITY), (staged // 2) & 1)
@@ -443,7 +443,7 @@ def _consume(
         else:
             if OWNER:
                 gl.store(sums + cells, _flat(share))
-            else:
+            elif PROBE != 5:
                 mbarrier.wait(stage_empty, (staged & 1) ^ 1)
                 flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
                 stage._reinterpret(gl.float32, [2, ROWS * PANEL], flat).index(HALF).store(_flat(share))
