@@ -32,17 +32,13 @@ RESIDENT_KEYS = 256  # as many stay in shared memory for a whole sample
 # Forward: key rows of a tile, stages, whether the warpgroups take turns at the matrix unit
 STREAM = (128, 2, True)
 RESIDENT, RESIDENT_SHORT = (128, 2, False), (64, 4, False)  # the latter where queries are at most RESIDENT_KEYS too
-OWNER_KEYS = 512  # most keys a sample may have for the backward in one kernel (`gluon_sm90_backward.py`)
-ALONE = True
+ALONE = False
 A_STREAM = A_RESIDENT = (128, 2, 3)
 A_SHORT = (64, 4, 3)
-TURNS = "pair"
-TURNS_STAGES = (3, 2)
-SUM = True
-DQ_LAST = False
-PROBE = 0
-FUSED_KEYS = 128  # key rows of its tiles
-FUSED_STAGES = (3, 2)  # tiles of queries, of output gradients
+TURNS = True
+OWNER_KEYS = 512  # most keys a sample may have for the backward in which a block owns a sample and head
+OWNED_KEYS = 128  # key rows at a time of the backward in one kernel (`gluon_sm90_backward.py`)
+BACKWARD_STAGES = (3, 2)  # tiles of queries, of output gradients
 
 
 class Plan(NamedTuple):
@@ -124,17 +120,18 @@ def _gluon_forward(q, k, v, q_offsets, schedule, plan, max_q, max_kv, activation
     head_strides = q.stride(1), k.stride(1), v.stride(1)
     start = 4 + 4 * (plan.q_bound + plan.kv_bound) if resident else 4
     fold = activation in FOLDED and q.dtype == torch.bfloat16
-    rows, stages, turns = STREAM if not resident else RESIDENT if max_q > RESIDENT_KEYS else RESIDENT_SHORT
     if ALONE:
-        from opengem.kernels.gdpa import gluon_sm90_queue
+        from opengem.kernels.gdpa import gluon_sm90_alone
 
         rows, stages, q_stages = A_STREAM if not resident else A_RESIDENT if max_q > RESIDENT_KEYS else A_SHORT
         launch(
-            gluon_sm90_queue.forward, (blocks, 1, 1), _key(plan, (out.numel() >> 31, *head_strides), q_offsets, schedule, q),
+            gluon_sm90_alone.forward, (blocks, 1, 1),
+            _key(plan, (out.numel() >> 31, *head_strides), q_offsets, schedule, q),
             (*gluon_sm90.ragged((q, 64), (k, rows), (v, rows), (out, 64)), out, q_offsets, schedule, plan.batch,
              start, out.numel(), scale, plan.heads, *head_strides),
             (activation, plan.dim, rows, stages, q_stages, resident, fold))
         return out
+    rows, stages, turns = STREAM if not resident else RESIDENT if max_q > RESIDENT_KEYS else RESIDENT_SHORT
     launch(
         gluon_sm90.forward, (blocks, 1, 1), _key(plan, (out.numel() >> 31, *head_strides), q_offsets, schedule, q),
         (*gluon_sm90.ragged((q, 64), (k, rows), (v, rows), (out, 64)), out, q_offsets, schedule, plan.batch,
@@ -162,96 +159,32 @@ def _gluon_backward(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, activa
     return dq, dk, dv
 
 
-def _fused_backward(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, max_q, max_kv, activation, scale):
+def _backward_in_one(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, max_q, max_kv, activation, scale):
+    """Five products in one kernel: a block owns a sample and head where keys are few, else blocks take turns at dq."""
     from opengem.kernels.gdpa import gluon_sm90, gluon_sm90_backward
 
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    blocks = min(multiprocessors(q.device), plan.batch * plan.heads)
-    rows = -(-max_q // 64) * 64 if max_kv > FUSED_KEYS else 0  # sums of dq between two key tiles
-    scratch = torch.empty(blocks, rows, plan.dim, dtype=torch.float32, device=q.device)
-    head_strides = q.stride(1), grad.stride(1), k.stride(1), v.stride(1)
-    boxes = gluon_sm90.ragged(*((x, 64) for x in (q, grad, k, v, dk, dv)))
-    fold = activation in FOLDED and q.dtype == torch.bfloat16
-    launch(
-        gluon_sm90_backward.fused, (blocks, 1, 1),
-        _key(plan, (dq.numel() >> 31, dk.numel() >> 31, *head_strides), q_offsets, kv_offsets, schedule, q),
-        (*boxes, dq, dk, dv, scratch, q_offsets, kv_offsets, schedule, plan.batch,
-         4 + 4 * (plan.q_bound + plan.kv_bound), dq.numel(), dk.numel(), rows, scale, plan.heads, *head_strides),
-        (activation, plan.dim, *FUSED_STAGES, fold))
-    return dq, dk, dv
-
-
-def _backward_in_turns(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, activation, scale):
-    from opengem.kernels.gdpa import gluon_sm90, gluon_sm90_turns
-
-    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    sms = multiprocessors(q.device)
-    q_slots = q.shape[0] // 64 + plan.batch + 1
-    scratch = torch.empty(plan.heads * q_slots * 64 * plan.dim, dtype=torch.float32, device=q.device)
-    counters = torch.zeros(plan.heads * q_slots + 1, dtype=torch.int32, device=q.device)
-    head_strides = q.stride(1), grad.stride(1), k.stride(1), v.stride(1)
-    boxes = gluon_sm90.ragged((q, 64), (grad, 64), *((x, 128) for x in (k, v, dk, dv)))
-    fold = activation in FOLDED and q.dtype == torch.bfloat16
-    launch(
-        gluon_sm90_turns.backward_in_turns, (min(sms, plan.kv_bound * plan.heads), 1, 1),
-        _key(plan, (dq.numel() >> 31, dk.numel() >> 31, *head_strides), q_offsets, kv_offsets, schedule, q),
-        (*boxes, dq, dk, dv, scratch, counters, q_offsets, kv_offsets, schedule, plan.batch, 4 + 4 * plan.q_bound,
-         4 + 4 * (plan.q_bound + plan.kv_bound + plan.batch), dq.numel(), dk.numel(), q_slots, sms // 2, scale,
-         plan.heads, *head_strides),
-        (activation, plan.dim, *TURNS_STAGES, fold, SUM), 8)
-    return dq, dk, dv
-
-
-def _backward_reduce(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, activation, scale):
-    from opengem.kernels.gdpa import gluon_sm90, gluon_sm90_reduce
-
-    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    sms = multiprocessors(q.device)
-    q_slots = q.shape[0] // 64 + plan.batch + 1
-    scratch = torch.empty(plan.heads * q_slots * 64, plan.dim, dtype=torch.float32, device=q.device)
-    counters = torch.zeros(plan.heads * q_slots + 1, dtype=torch.int32, device=q.device)
-    head_strides = q.stride(1), grad.stride(1), k.stride(1), v.stride(1)
-    boxes = gluon_sm90.ragged((q, 64), (grad, 64), (k, 128), (v, 128))
-    fold = activation in FOLDED and q.dtype == torch.bfloat16
-    launch(
-        gluon_sm90_reduce.backward, (min(sms, plan.kv_bound * plan.heads), 1, 1),
-        _key(plan, (dq.numel() >> 31, dk.numel() >> 31, *head_strides), q_offsets, kv_offsets, schedule, q),
-        (*boxes, gluon_sm90.sums(scratch), dq, dk, dv, scratch, counters, q_offsets, kv_offsets, schedule, plan.batch,
-         4 + 4 * plan.q_bound, 4 + 4 * (plan.q_bound + plan.kv_bound + plan.batch), dq.numel(), dk.numel(), q_slots,
-         sms // 2, scale, plan.heads, *head_strides),
-        (activation, plan.dim, *TURNS_STAGES, fold), 8)
-    return dq, dk, dv
-
-
-def _backward_pair(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, max_q, max_kv, activation, scale):
-    from opengem.kernels.gdpa import gluon_sm90, gluon_sm90_pair
-
-    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     owner = max_kv <= OWNER_KEYS
-    sms = multiprocessors(q.device)
     places = 4 + 4 * (plan.q_bound + plan.kv_bound + plan.batch)
     if owner:
-        blocks = min(sms, plan.batch * plan.heads)
+        blocks, list_start = min(multiprocessors(q.device), plan.batch * plan.heads), places - 4 * plan.batch
         q_slots = -(-max_q // 64)
-        tiles = blocks * q_slots if max_kv > 128 else 1
-        counters = schedule  # not used
-        start = places - 4 * plan.batch
+        slots, counters = blocks * q_slots if max_kv > OWNED_KEYS else 1, schedule  # nobody counts
     else:
-        blocks = min(sms, plan.kv_bound * plan.heads)
+        blocks, list_start = min(multiprocessors(q.device), plan.kv_bound * plan.heads), 4 + 4 * plan.q_bound
         q_slots = q.shape[0] // 64 + plan.batch + 1
-        tiles = plan.heads * q_slots
-        counters = torch.zeros(tiles + 1, dtype=torch.int32, device=q.device)
-        start = 4 + 4 * plan.q_bound
-    scratch = torch.empty(tiles * 64, plan.dim, dtype=torch.float32, device=q.device)
+        slots = plan.heads * q_slots
+        counters = torch.zeros(slots + 1, dtype=torch.int32, device=q.device)
+    scratch = torch.empty(slots * 64, plan.dim, dtype=torch.float32, device=q.device)
     head_strides = q.stride(1), grad.stride(1), k.stride(1), v.stride(1)
-    boxes = gluon_sm90.ragged(*((x, 64) for x in (q, grad, k, v)))
     fold = activation in FOLDED and q.dtype == torch.bfloat16
     launch(
-        gluon_sm90_pair.backward, (blocks, 1, 1),
+        gluon_sm90_backward.backward, (blocks, 1, 1),
         _key(plan, (dq.numel() >> 31, dk.numel() >> 31, *head_strides), q_offsets, kv_offsets, schedule, q),
-        (*boxes, gluon_sm90.sums(scratch), dq, dk, dv, scratch, counters, q_offsets, kv_offsets, schedule, plan.batch,
-         start, places, dq.numel(), dk.numel(), q_slots, sms // 2, scale, plan.heads, *head_strides),
-        (activation, plan.dim, *TURNS_STAGES, 2 if owner else 1, fold, owner, DQ_LAST, PROBE))
+        (*gluon_sm90.ragged(*((x, 64) for x in (q, grad, k, v))), gluon_sm90.plain(scratch), dq, dk, dv, scratch,
+         counters, q_offsets, kv_offsets, schedule, plan.batch, list_start, places, dq.numel(), dk.numel(), q_slots,
+         multiprocessors(q.device) // 2, scale, plan.heads, *head_strides),
+        (activation, plan.dim, *BACKWARD_STAGES, 2 if owner else 1, fold, owner))
     return dq, dk, dv
 
 
@@ -276,14 +209,8 @@ def backward(
         return tuple(x.new_zeros(x.shape) for x in (q, k, v))
     if gluon and _gluon_fits(q, k, plan):
         tensors = (*(_tma_ready(x) for x in (grad, q, k, v)), q_offsets, kv_offsets, schedule)
-        if TURNS and plan.dim == 128:
-            if TURNS == "pair":
-                return _backward_pair(*tensors, plan, max_q, max_kv, activation, scale)
-            if TURNS == "reduce":
-                return _backward_reduce(*tensors, plan, activation, scale)
-            return _backward_in_turns(*tensors, plan, activation, scale)
-        if plan.dim == 128 and max_kv <= OWNER_KEYS:
-            return _fused_backward(*tensors, plan, max_q, max_kv, activation, scale)
+        if plan.dim == 128 and (max_kv <= OWNER_KEYS or TURNS and max_kv <= 2 * max_q):
+            return _backward_in_one(*tensors, plan, max_q, max_kv, activation, scale)
         return _gluon_backward(*tensors, plan, activation, scale)
     grad, q, k, v = (_rows_contiguous(x) for x in (grad, q, k, v))
     strides = (*grad.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2])

@@ -1,4 +1,4 @@
-"""Forward: what items are comes through shared memory; a warpgroup without queries takes no part."""
+"""Forward in which a warpgroup without queries takes no part (for a measurement)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,46 +10,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from opengem.kernels.gdpa.gluon_sm90 import BOUND, ROWS, _load_rows, _meet, _value, _zero_rows
+from opengem.kernels.gdpa.gluon_sm90 import BOUND, NOTES, ROWS, _ahead, _dealt, _load_rows, _meet, _value, _zero_rows
 from opengem.kernels.jfa.gluon_sm90 import get, put
-
-NOTES = gl.constexpr(8)
-
-
-@gluon.jit
-def _dealt(turn):
-    """This block's `turn`-th item, dealt zigzag."""
-    blocks = gl.num_programs(0)
-    place = gl.program_id(0)
-    if turn % 2 == 1:
-        place = blocks - 1 - place
-    return turn * blocks + place
-
-
-@gluon.jit
-def _read(schedule, item, items, H):
-    """(first query row, query rows left, first key, keys) of an item; zeros past the last."""
-    entry = schedule + 4 * (item // H)
-    live = item < items
-    return (gl.load(entry, mask=live, other=0), gl.load(entry + 1, mask=live, other=0),
-            gl.load(entry + 2, mask=live, other=0), gl.load(entry + 3, mask=live, other=0))
 
 
 @gluon.jit
 def produce(
     q_desc, k_desc, v_desc, schedule, items, H, q_head, k_head, v_head, q_ring, k_ring, v_ring, notes, q_full,
-    q_empty, k_full, k_empty, v_full, v_empty, Q_STAGES: gl.constexpr,
-    STAGES: gl.constexpr, BN: gl.constexpr, RESIDENT: gl.constexpr):
+    q_empty, k_full, k_empty, v_full, v_empty, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr,
+    RESIDENT: gl.constexpr):
     q_loads0 = 0
     q_loads1 = 0
     kv_loads = 0
     turn = 0
     item = gl.program_id(0)
-    q_row, q_left, kv_begin, kv_length = _read(schedule, item, items, H)
+    q_row, q_left, kv_begin, kv_length = _ahead(schedule, item, items, H)
     while item < items:
         head = item % H
         next_item = _dealt(turn + 1)
-        next_q_row, next_q_left, next_begin, next_length = _read(schedule, next_item, items, H)
+        next_q_row, next_q_left, next_begin, next_length = _ahead(schedule, next_item, items, H)
         q_rows = q_left if RESIDENT else gl.minimum(q_left, 2 * ROWS)
         alone = q_rows <= ROWS
         kv_first = kv_loads
@@ -64,10 +43,25 @@ def produce(
             put(notes, NOTES * slot + 3, BOUND - q_left + first)
             put(notes, NOTES * slot + 4, head)
             put(notes, NOTES * slot + 5, kv_first)
+            put(notes, NOTES * slot + 6, 0)
             mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
             _load_rows(q_desc, head * q_head, q_row, q_left, first, q_full.index(slot), q_ring.index(slot))
             q_loads1 += side
             q_loads0 += 1 - side
+            if alone:  # the other one rests: a tile without keys, all of whose rows are dropped
+                loads = q_loads0 if side == 1 else q_loads1
+                slot = (1 - side) * Q_STAGES + loads % Q_STAGES
+                mbarrier.wait(q_empty.index(slot), ((loads // Q_STAGES) & 1) ^ 1)
+                put(notes, NOTES * slot, 1)
+                put(notes, NOTES * slot + 1, 0)
+                put(notes, NOTES * slot + 2, q_row)
+                put(notes, NOTES * slot + 3, BOUND)
+                put(notes, NOTES * slot + 4, head)
+                put(notes, NOTES * slot + 5, kv_first)
+                put(notes, NOTES * slot + 6, 1)
+                mbarrier.arrive(q_full.index(slot), count=1)
+                q_loads1 += 1 - side
+                q_loads0 += side
             if (first == ROWS) | alone:
                 for start in range(0, gl.maximum(kv_length, 1), BN):
                     place = kv_loads % STAGES
@@ -83,6 +77,11 @@ def produce(
                     _load_rows(v_desc, head * v_head, kv_begin, kv_length, start, v_full.index(place),
                                v_ring.index(place))
                     kv_loads += 1
+        if alone:  # a barrier tells only two phases apart: who rested must not come to a place ahead of these
+            for back in gl.static_range(STAGES):
+                last = kv_loads - 1 - back
+                mbarrier.wait(k_full.index(last % STAGES), (last // STAGES) & 1, pred=last >= 0)
+                mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1, pred=last >= 0)
         turn += 1
         item = next_item
         q_row = next_q_row
@@ -101,8 +100,8 @@ def produce(
 @gluon.jit
 def consume(
     o_desc, scale, q_ring, k_ring, v_ring, notes, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    HALF: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, ACT: gl.constexpr,
-    FOLD: gl.constexpr):
+    HALF: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
+    ACT: gl.constexpr, FOLD: gl.constexpr):
     dtype: gl.constexpr = q_ring.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
     kv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], dtype)
@@ -116,10 +115,11 @@ def consume(
     done = get(notes, NOTES * FIRST + 1, 4) != 0
     zero = tiles * 0  # a constant would have another type than what a loop carries
     base = get(notes, NOTES * FIRST + 5, 4)
+    works = get(notes, NOTES * FIRST + 6, 4) == 0
     loads = zero
     j = zero
     live = tiles >= 0
-    mbarrier.wait(k_full.index(base % STAGES), 0, pred=live)
+    mbarrier.wait(k_full.index(base % STAGES), 0, pred=live & works)
     q_here = q_ring.index(FIRST)._reinterpret(dtype, [ROWS, D], q_layout)
     s = gl.zeros([ROWS, BN], gl.float32, s_layout)
     k = k_ring.index(base % STAGES)._reinterpret(dtype, [BN, D], kv_layout)
@@ -136,6 +136,7 @@ def consume(
         phase = ((base + j) // STAGES) & 1
         slot = FIRST + loads % Q_STAGES
         used = j > 0
+        worked = works
         j += 1
         if last:
             loads += 1
@@ -145,14 +146,15 @@ def consume(
             tiles = get(notes, NOTES * ahead, 4)
             done = get(notes, NOTES * ahead + 1, 4) != 0
             base = get(notes, NOTES * ahead + 5, 4)
+            works = get(notes, NOTES * ahead + 6, 4) == 0
         live = tiles >= 0
         place_ahead = (base + j) % STAGES
-        mbarrier.wait(k_full.index(place_ahead), ((base + j) // STAGES) & 1, pred=live)
+        mbarrier.wait(k_full.index(place_ahead), ((base + j) // STAGES) & 1, pred=live & works)
         q_next = q_ring.index(FIRST + loads % Q_STAGES)._reinterpret(dtype, [ROWS, D], q_layout)
         k = k_ring.index(place_ahead)._reinterpret(dtype, [BN, D], kv_layout)
         s = gl.zeros([ROWS, BN], gl.float32, s_layout)
         s = warpgroup_mma(q_next, k.permute((1, 0)), s, use_acc=False, is_async=True)
-        mbarrier.wait(v_full.index(place), phase)
+        mbarrier.wait(v_full.index(place), phase, pred=worked)
         v = v_ring.index(place)._reinterpret(dtype, [BN, D], kv_layout)
         acc = warpgroup_mma(p, v, acc, use_acc=used, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
