@@ -78,7 +78,7 @@ def check(name: str, out: str) -> int:
 
 
 def stress(name: str, out: str, words: list[str]) -> int:
-    """A variant on whole benchmark cases: out equals the other forward's, gradients come near the split's, three times."""
+    """A variant on whole cases: out equals the other forward's, gradients come near the split's, three times."""
     import torch
 
     from benchmarks.kernels.gdpa import cases
@@ -138,10 +138,10 @@ def clock(run) -> float | None:
 
 def warm(names: list[str]) -> None:
     """Compile variants on a small input."""
+    import torch
+
     from benchmarks.kernels import gdpa as bench
     from opengem.kernels import backend
-
-    import torch
 
     case = bench._attention("warm", 4, 512, 512, 0.5)
     with backend.force("gluon"):
