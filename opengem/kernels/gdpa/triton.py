@@ -150,9 +150,9 @@ def _deal(
     samples = tl.program_id(0) * OWN + tl.arange(0, OWN)
     mine = _lengths(work, samples, batch, WORK_SEEDS)
     start = tl.zeros([OWN], tl.int32)
-    total = tl.zeros([128], tl.int32)
-    for first in range(0, batch, 128):
-        others = first + tl.arange(0, 128)
+    total = tl.zeros([512], tl.int32)
+    for first in range(0, batch, 512):
+        others = first + tl.arange(0, 512)
         theirs = _lengths(work, others, batch, WORK_SEEDS)
         tiles = _tile_counts(rows, others, batch, TILE, LEAST, ROW_SEEDS)
         ahead = (theirs[None, :] > mine[:, None]) | (
