@@ -18,6 +18,7 @@ from opengem.kernels.gdpa import cost, gdpa
 
 HEADS, DIM = 4, 128
 SCALE = 1 / math.sqrt(DIM)
+PADDED_LIMIT = 20e9  # bytes of one tensor of scores beyond which the padded formula is not tried
 
 
 def cases() -> list[Case]:
@@ -151,6 +152,9 @@ def _padded(max_q: int, max_kv: int, batch: int) -> Callable:
         return torch.nn.functional.gelu(q @ k.mT * SCALE, approximate="tanh") @ v
 
     def run(q, k, v, qo, ko):
+        scores = (len(ko) - 1) * HEADS * max_q * max_kv * 2
+        if scores > PADDED_LIMIT:
+            raise RuntimeError(f"padded scores would take {scores / 1e9:.0f} GB, several times")
         qp, live = pad(_repeated(q, batch), qo, max_q)
         out = attend(qp, pad(k, ko, max_kv)[0], pad(v, ko, max_kv)[0])
         return out.transpose(1, 2)[live]

@@ -1,6 +1,7 @@
 """Variants of the Hopper GDPA kernels: right (one process each), then timed side by side in one process.
 
     python -m benchmarks.ladder.gdpa_variants check VARIANT --out FILE.jsonl
+    python -m benchmarks.ladder.gdpa_variants stress VARIANT --out FILE.jsonl [--cases WORD ...]
     python -m benchmarks.ladder.gdpa_variants time --out FILE.jsonl [--plan forward|backward] [--of VARIANT,...]
     python -m benchmarks.ladder.gdpa_variants pipes --out FILE.jsonl
 """
@@ -17,23 +18,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 # name -> (settings of launch.py, activation put in place of the asked one)
-WIDE = {"RESIDENT_SHORT": (128, 2, False)}
-NARROW = {"RESIDENT": (64, 4, False)}
 FORWARD = {
-    "forward": ({}, None),
-    "no_turns": ({"STREAM": (128, 2, False)}, None),
-    "tiles_of_64": ({"STREAM": (64, 4, True)} | NARROW, None),
-    "tiles_of_128": (WIDE, None),
-    "unfolded": ({"FOLDED": ()}, None),
-    "identity": ({"FOLDED": ()}, "identity"),
-    "poly": ({"FOLDED": ()}, "gelu_poly"),
+    "old": ({"ALONE": False}, None),
+    "alone": ({"ALONE": True}, None),
+    "alone_identity": ({"ALONE": True, "FOLDED": ()}, "identity"),
+    "alone_poly": ({"ALONE": True, "FOLDED": ()}, "gelu_poly"),
 }
 BACKWARD = {
-    "split": ({"OWNER_KEYS": 0}, None),
+    "split": ({"TURNS": False, "OWNER_KEYS": 0}, None),
+    "turns": ({"TURNS": True, "OWNER_KEYS": 0}, None),
     "owner": ({"OWNER_KEYS": 1 << 30}, None),
-    "owner_unfolded": ({"OWNER_KEYS": 1 << 30, "FOLDED": ()}, None),
-    "owner_identity": ({"OWNER_KEYS": 1 << 30, "FOLDED": ()}, "identity"),
-    "owner_poly": ({"OWNER_KEYS": 1 << 30, "FOLDED": ()}, "gelu_poly"),
 }
 CASES = ("gdpa_self2048_fill1", "gdpa_self2048_fill.5", "gdpa_self1024_fill.5", "gdpa_self512_fill.5",
          "gdpa_self256_fill.5", "gdpa_cross256x256_fill.5", "gdpa_cross512x256_fill.5", "gdpa_cross1024x256_fill.5",
@@ -51,7 +45,7 @@ def apply(settings: dict, activation: str | None) -> None:
 
     if not hasattr(launch, "plain"):
         launch.plain = launch.launch
-        names = ("OWNER_KEYS", "FOLDED", "STREAM", "RESIDENT", "RESIDENT_SHORT")
+        names = ("ALONE", "TURNS", "OWNER_KEYS", "FOLDED", "STREAM", "RESIDENT", "RESIDENT_SHORT")
         launch.first = {name: getattr(launch, name) for name in names}
     for name, value in (launch.first | settings).items():
         setattr(launch, name, value)
@@ -83,6 +77,40 @@ def check(name: str, out: str) -> int:
     return 0 if good else 1
 
 
+def stress(name: str, out: str, words: list[str]) -> int:
+    """A variant on whole cases: out equals the other forward's, gradients come near the split's, three times."""
+    import torch
+
+    from benchmarks.kernels.gdpa import cases
+    from opengem.kernels import backend
+
+    good = True
+    with backend.force("gluon"):
+        for case in [c for c in cases() if c.name in CASES and (not words or any(w in c.name for w in words))]:
+            inputs = case.make(torch.device("cuda"), 0)
+            leaves = [x for x in inputs if x.requires_grad]
+            runs = []
+            for variant in ["old" if name in FORWARD else "split"] + [name] * 3:
+                apply(*(FORWARD | BACKWARD)[variant])
+                if name in FORWARD:
+                    with torch.no_grad():
+                        runs.append([case.ours(*inputs)])
+                else:
+                    result = case.ours(*inputs)
+                    grad = torch.randn(result.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+                    runs.append(torch.autograd.grad(result, leaves, grad.to(result.dtype)))
+                    del result, grad
+            errors = [float((x.float() - y.float()).norm() / x.float().norm()) for x, y in zip(*runs[:2], strict=True)]
+            same = all(torch.equal(x, y) for again in runs[2:] for x, y in zip(runs[1], again, strict=True))
+            fine = same and max(errors) <= (0 if name in FORWARD else 5e-3)
+            good &= fine
+            emit(out, {"variant": name, "case": case.name, "errors": errors, "same": same, "fine": fine})
+            del inputs, leaves, runs
+            torch.cuda.empty_cache()
+    emit(out, {"variant": name, "good": good})
+    return 0 if good else 1
+
+
 def clock(run) -> float | None:
     """The mean clock of the multiprocessors in GHz while `run` runs 8 times: cycles over nanoseconds."""
     import torch
@@ -108,7 +136,24 @@ def clock(run) -> float | None:
     return float((spent[:, 0] / spent[:, 1]).median()) if len(spent) else None
 
 
-def times(plan: str, names: list[str], out: str) -> None:
+def warm(names: list[str]) -> None:
+    """Compile variants on a small input."""
+    import torch
+
+    from benchmarks.kernels import gdpa as bench
+    from opengem.kernels import backend
+
+    case = bench._attention("warm", 4, 512, 512, 0.5)
+    with backend.force("gluon"):
+        for name in names:
+            apply(*(FORWARD | BACKWARD)[name])
+            inputs = case.make(torch.device("cuda"), 0)
+            case.ours(*inputs).sum().backward()
+            torch.cuda.synchronize()
+            print(f"warm {name}", flush=True)
+
+
+def times(plan: str, names: list[str], out: str, words: list[str]) -> None:
     import torch
 
     from benchmarks import run
@@ -120,7 +165,7 @@ def times(plan: str, names: list[str], out: str) -> None:
     table = FORWARD if plan == "forward" else BACKWARD
     emit(out, run.ceilings(device))
     with backend.force("gluon"):
-        for case in [c for c in cases() if c.name in CASES]:
+        for case in [c for c in cases() if c.name in CASES and (not words or any(w in c.name for w in words))]:
             inputs = case.make(device, 0)
             for name in names:
                 apply(*table[name])
@@ -189,20 +234,25 @@ def pipes(out: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("work", choices=["check", "time", "pipes"])
+    parser.add_argument("work", choices=["check", "stress", "time", "pipes", "warm"])
     parser.add_argument("variant", nargs="?")
     parser.add_argument("--out", required=True)
     parser.add_argument("--plan", default="forward")
     parser.add_argument("--of", default="")
+    parser.add_argument("--cases", nargs="*", default=[])
     options = parser.parse_args()
     start = time.time()
     code = 0
     if options.work == "check":
         code = check(options.variant, options.out)
+    elif options.work == "stress":
+        code = stress(options.variant, options.out, options.cases)
+    elif options.work == "warm":
+        warm(options.of.split(","))
     elif options.work == "pipes":
         pipes(options.out)
     else:
-        times(options.plan, options.of.split(","), options.out)
+        times(options.plan, options.of.split(","), options.out, options.cases)
     print(f"{options.work} {options.variant or options.plan}: {time.time() - start:.0f} s")
     return code
 

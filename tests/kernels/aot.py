@@ -87,7 +87,7 @@ def _ptxas(ptx: str, capability: int) -> dict:
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return {"registers": max(int(n) for n in re.findall(r"Used (\d+) registers", log)),
             "spill_bytes": sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", log)),
-            "serialised": "C7510" in log or "C7512" in log}
+            "serialised": "are serialized" in log}
 
 
 def _compile_here(kernel: str, types: dict, constants: dict, capability: int, aligned: list, options: dict) -> dict:

@@ -34,6 +34,7 @@ from opengem.kernels.gdpa import triton as shared
 BOUND = gl.constexpr(1 << 30)
 ROWS = gl.constexpr(64)  # query rows of a consumer warpgroup
 Q_STAGES = gl.constexpr(3)  # tiles of queries, or of output on its way out, of each consumer of the forward
+NOTES = gl.constexpr(8)  # numbers that come with a tile of queries
 TANH_A = gl.constexpr(shared.TANH_A.value)
 TANH_AB = gl.constexpr(shared.TANH_AB.value)
 _tanh = gluon.jit(shared._tanh.fn)
@@ -63,6 +64,25 @@ def _record(schedule, turn, H):
     item = turn * blocks + place
     entry = schedule + 4 * (item // H)
     return item % H, gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
+
+
+@gluon.jit
+def _dealt(turn):
+    """This block's `turn`-th item, dealt zigzag."""
+    blocks = gl.num_programs(0)
+    place = gl.program_id(0)
+    if turn % 2 == 1:
+        place = blocks - 1 - place
+    return turn * blocks + place
+
+
+@gluon.jit
+def _ahead(schedule, item, items, H):
+    """(first query row, query rows left, first key, keys) of an item, read ahead; zeros past the last."""
+    entry = schedule + 4 * (item // H)
+    live = item < items
+    return (gl.load(entry, mask=live, other=0), gl.load(entry + 1, mask=live, other=0),
+            gl.load(entry + 2, mask=live, other=0), gl.load(entry + 3, mask=live, other=0))
 
 
 @gluon.jit
@@ -431,3 +451,13 @@ def ragged(*boxes: tuple[torch.Tensor, int]) -> list[TensorDescriptor]:
 @cache
 def _layout(rows: int, dim: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, dim], {torch.bfloat16: gl.bfloat16}.get(dtype, gl.float16))
+
+
+def plain(x: torch.Tensor) -> TensorDescriptor:
+    """A descriptor of boxes [64, D] of fp32 [rows, D] that lie in shared memory as in memory."""
+    return TensorDescriptor(x, list(x.shape), [x.shape[1], 1], [ROWS.value, x.shape[1]], _plain())
+
+
+@cache
+def _plain() -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(0, 32, 2)

@@ -1,19 +1,29 @@
-"""GDPA backward for Hopper (sm_90) in one kernel and five products. Read `gluon_sm90.py` first.
+"""GDPA backward for Hopper (sm_90) in one kernel: five products a tile, equal bits. Read `gluon_sm90.py` first.
 
-A work item is a sample and head. Its keys come in tiles of 128: each of two consumer warpgroups keeps 64 of them, with
-the sums of dk and dv in registers, while tiles of 64 queries stream by. S^T = K Q^T and dP^T = V dO^T are computed
-directly, so P^T and dS^T enter dv and dk from registers. dS^T also goes through shared memory: each warpgroup then
-makes one half of the columns of dq = dS K, summed over all 128 keys.
+A block works on 128 keys of a sample and head at a time. Two consumer warpgroups keep 64 of them each, with the sums of
+dk and dv in registers, while a producer warp streams tiles of 64 queries and of their output gradients past them.
+S^T = K Q^T and dP^T = V dO^T are computed directly, so P^T and dS^T enter dv and dk from registers. dS^T also goes
+through shared memory: each warpgroup makes one half of the columns of dq = dS K, summed over all 128 keys. The scores
+of the next tile, perhaps of the next keys, are multiplied beside the end of this one. What a tile is comes with it in
+shared memory (`notes`).
 
-One block owns all keys of a sample, so dq grows from key tile to key tile in fp32 scratch that only this block touches,
-each element written and read back by one thread: no atomics, no order between blocks. Scratch has no rows and columns:
-it lies in the order in which threads hold a product, 16 bytes each. Few keys (two tiles) cost one trip of dq through
-the L2; the last tile writes dq itself, 16 bytes a thread too, after the four lanes of a row have exchanged.
+dq has a share from every 128 keys. They are summed in fp32 scratch that lies in the order in which threads hold a
+product, 16 bytes each. Who adds them:
+- OWNER: a block owns a sample and head, and passes over its queries once for each 128 keys. Nobody waits.
+- Otherwise an item is 128 keys, taken from a queue, and the blocks of a sample add in turn. They start staggered; each
+  tile has a counter of those that have added. Two more warps wait for the turn, let TMA add the share, and count. The
+  order follows from the shape of the sample alone, so the bits do not depend on timing.
+The first share is stored, the last one is added to what the others left, and dq written.
+
+No block waits for one that may never run: items are taken in order, and turns wait for earlier items, or (at most half
+as many key tiles in a sample as there are multiprocessors) for blocks of one sample that all fit. A block takes its
+next item when the queue has left its sample.
 """
 
-import triton.language as tl
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -23,30 +33,247 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from opengem.kernels.gdpa import triton as shared
-from opengem.kernels.gdpa.gluon_sm90 import BOUND, ROWS, _load_rows, _record, _rounds, _zero_rows
+from opengem.kernels.gdpa.gluon_sm90 import (
+    NOTES,
+    ROWS,
+    TANH_A,
+    TANH_AB,
+    _ahead,
+    _dealt,
+    _load_rows,
+    _tanh,
+    _zero_rows,
+)
+from opengem.kernels.jfa.gluon_sm90 import get, put
 
+KEYS = gl.constexpr(128)  # of a block, at a time; ROWS are keys of a warpgroup, and queries of a tile
+STARTS = gl.constexpr(1)  # the first tile of 128 keys, their last
+ENDS = gl.constexpr(2)
+FRESH = gl.constexpr(4)  # the first share of this tile of dq, the last one
+LAST = gl.constexpr(8)
 act_both = gluon.jit(shared.act_both.fn)
-_tanh = gluon.jit(shared._tanh.fn)
-TANH_A = gl.constexpr(shared.TANH_A.value)
-TANH_AB = gl.constexpr(shared.TANH_AB.value)
 
 
 @gluon.jit
 def weigh(s, scale, ACT: gl.constexpr, FOLD: gl.constexpr):
     """(value, slope) of scores s before scaling; with FOLD both still lack their factor scale / 2 and 1 / 2."""
     if FOLD:
-        u = s * s
         if ACT == "silu":
             bend = 0.5 * scale
             t = _tanh(s * bend, True)
         else:
             a = TANH_A * scale
             b = TANH_AB * scale * scale * scale
+            u = s * s
             t = _tanh(s * (a + b * u), True)
             bend = a + 3.0 * b * u
-        return s + s * t, (1.0 + t) + (s - s * t * t) * bend
+        value = s + s * t
+        return value, (1.0 + t) + (value - value * t) * bend  # s (1 - t^2) = value (1 - t)
     else:
         return act_both(s * scale, ACT, True)
+
+
+# ---- who works on what, and when -----------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _plan(item, tiles_ptr, places_ptr, count, limit):
+    """(head, first key row, keys left, key tile, key tiles, first query row, queries, slot, query tiles, begin)."""
+    head = item // count
+    entry = item - head * count
+    k_row = gl.load(tiles_ptr + 4 * entry)
+    left = gl.load(tiles_ptr + 4 * entry + 1)
+    q_begin = gl.load(tiles_ptr + 4 * entry + 2)
+    m = gl.load(tiles_ptr + 4 * entry + 3)
+    tile = gl.load(places_ptr + 2 * entry)
+    slot = gl.load(places_ptr + 2 * entry + 1)
+    owners = gl.maximum(tile + (left + KEYS - 1) // KEYS, 1)
+    tiles = gl.maximum((m + ROWS - 1) // ROWS, 1)
+    begin = gl.where(owners <= limit, tile * tiles // owners, 0)
+    return head, k_row, left, tile, owners, q_begin, m, slot, tiles, begin
+
+
+@gluon.jit
+def _rank(query_tile, tile, owners, tiles, limit):
+    """How many blocks add to the query tile before the owner of key tile `tile` does.
+
+    From the last that has started by then downwards, then from the very last; in order where they do not all fit.
+    """
+    started = ((query_tile + 1) * owners + tiles - 1) // tiles
+    wrapped = gl.where(tile < started, started - 1 - tile, started + owners - 1 - tile)
+    return gl.where(owners <= limit, wrapped, tile)
+
+
+@gluon.jit
+def _await(counter, rank):
+    """Until the counter has come to `rank`."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred behind;
+        .reg .s32 value;
+        again:
+        ld.acquire.gpu.global.s32 value, [$1];
+        setp.lt.s32 behind, value, $2;
+        @behind bra again;
+        mov.s32 $0, value;
+        }""", "=r,l,r", [counter.to(gl.int64), rank], gl.int32, is_pure=False, pack=1)
+
+
+# ---- the warps beside the products ---------------------------------------------------------------------------------
+
+
+@builtin
+def add_shared_to_global(tensor_desc, coord, src, _semantic=None):
+    """The numbers in `src` added to those in memory, as `tma.async_copy_shared_to_global` stores them."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+@gluon.jit
+def _load_halves(desc, column, row, left, barrier, ring, at):
+    mbarrier.expect(barrier, 2 * desc.block_type.nbytes)
+    for half in gl.static_range(2):
+        _load_rows(desc, column, row, left, half * ROWS, barrier, ring.index(2 * at + half))
+
+
+@gluon.jit
+def _produce(
+    q_desc, g_desc, k_desc, v_desc, tiles_ptr, places_ptr, k_ring, v_ring, q_ring, g_ring, notes, claims, k_full,
+    k_empty, v_full, v_empty, q_full, q_empty, g_full, g_empty, claimed, taken, entries, items, queue, q_slots, limit,
+    H, q_head, g_head, k_head, v_head, D: gl.constexpr, Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr, OWNER: gl.constexpr):
+    count = 0
+    kv_count = 0
+    item_count = 0
+    item = gl.program_id(0)
+    if OWNER:
+        q_begin, m, k_begin, n = _ahead(tiles_ptr, item, items, H)
+    while item < items:
+        if OWNER:
+            head = item % H
+            next_item = _dealt(item_count + 1)
+            next_q, next_m, next_k, next_n = _ahead(tiles_ptr, next_item, items, H)
+            tiles = gl.maximum((m + ROWS - 1) // ROWS, 1)
+            begin = 0
+            place = gl.program_id(0) * q_slots
+            tile = 0
+            owners = gl.maximum((n + KEYS - 1) // KEYS, 1)
+            end = owners
+        else:
+            head, k_row, left, tile, owners, q_begin, m, slot, tiles, begin = _plan(
+                item, tiles_ptr, places_ptr, entries, limit)
+            place = head * q_slots + slot
+            k_begin = k_row - tile * KEYS
+            n = left + tile * KEYS
+            end = tile + 1
+        for key_tile in range(tile, end):
+            k_row = k_begin + key_tile * KEYS
+            left = n - key_tile * KEYS
+            kv = kv_count % 2
+            mbarrier.wait(k_empty.index(kv), ((kv_count // 2) & 1) ^ 1)
+            _load_halves(k_desc, head * k_head, k_row, left, k_full.index(kv), k_ring, kv)
+            for trip in range(tiles):
+                query_tile = begin + trip
+                query_tile = gl.where(query_tile >= tiles, query_tile - tiles, query_tile)
+                rank = key_tile if OWNER else _rank(query_tile, tile, owners, tiles, limit)
+                flags = gl.where(trip == 0, STARTS, 0) + gl.where(trip == tiles - 1, ENDS, 0)
+                flags += gl.where(rank == 0, FRESH, 0) + gl.where(rank == owners - 1, LAST, 0)
+                at = count % Q_STAGES
+                mbarrier.wait(q_empty.index(at), ((count // Q_STAGES) & 1) ^ 1)
+                put(notes, NOTES * at, flags)
+                put(notes, NOTES * at + 1, place + query_tile)
+                put(notes, NOTES * at + 2, q_begin + query_tile * ROWS)
+                put(notes, NOTES * at + 3, m - query_tile * ROWS)
+                put(notes, NOTES * at + 4, head)
+                put(notes, NOTES * at + 5, k_row)
+                put(notes, NOTES * at + 6, left)
+                mbarrier.expect(q_full.index(at), q_desc.block_type.nbytes)
+                _load_rows(q_desc, head * q_head, q_begin, m, query_tile * ROWS, q_full.index(at), q_ring.index(at))
+                if trip == 0:  # not before the queries: these scores are multiplied while V is of the keys before
+                    v_at = kv_count % V_STAGES
+                    mbarrier.wait(v_empty.index(v_at), ((kv_count // V_STAGES) & 1) ^ 1)
+                    _load_halves(v_desc, head * v_head, k_row, left, v_full.index(v_at), v_ring, v_at)
+                at = count % G_STAGES
+                mbarrier.wait(g_empty.index(at), ((count // G_STAGES) & 1) ^ 1)
+                mbarrier.expect(g_full.index(at), g_desc.block_type.nbytes)
+                _load_rows(g_desc, head * g_head, q_begin, m, query_tile * ROWS, g_full.index(at), g_ring.index(at))
+                count += 1
+            kv_count += 1
+        if OWNER:
+            item = next_item
+            q_begin = next_q
+            m = next_m
+            k_begin = next_k
+            n = next_n
+        else:
+            if owners <= limit:  # others of this sample must not wait for an item that this block keeps for later
+                _await(queue, item - tile + owners - gl.num_programs(0))
+            item = gl.atomic_add(queue, 1, sem="relaxed") + gl.num_programs(0)
+            at = item_count % 2
+            mbarrier.wait(taken.index(at), ((item_count // 2) & 1) ^ 1)
+            put(claims, at, item)
+            mbarrier.arrive(claimed.index(at), count=1)
+        item_count += 1
+    at = count % Q_STAGES
+    mbarrier.wait(q_empty.index(at), ((count // Q_STAGES) & 1) ^ 1)
+    put(notes, NOTES * at, -1)
+    mbarrier.arrive(q_full.index(at), count=1)
+
+
+@gluon.jit
+def _add(
+    sums_desc, counters_ptr, tiles_ptr, places_ptr, stage, claims, turn, got, stage_full, stage_empty, claimed, taken,
+    entries, items, q_slots, limit, PARITY: gl.constexpr):
+    """Every second share of the block, added when it is its turn, and every second turn of those that are the last."""
+    staged = 0
+    turns = 0
+    item_count = 0
+    item = gl.program_id(0)
+    while item < items:
+        head, k_row, left, tile, owners, q_begin, m, slot, tiles, begin = _plan(
+            item, tiles_ptr, places_ptr, entries, limit)
+        for trip in range(tiles):
+            query_tile = begin + trip
+            query_tile = gl.where(query_tile >= tiles, query_tile - tiles, query_tile)
+            rank = _rank(query_tile, tile, owners, tiles, limit)
+            place = head * q_slots + slot + query_tile
+            if rank == owners - 1:
+                if turns % 2 == PARITY:
+                    if rank > 0:
+                        _await(counters_ptr + place, rank)
+                    mbarrier.wait(got.index(PARITY), ((turns // 2) & 1) ^ 1)
+                    mbarrier.arrive(turn.index(PARITY), count=1)
+                turns += 1
+            else:
+                if staged % 2 == PARITY:
+                    if rank > 0:
+                        _await(counters_ptr + place, rank)
+                    mbarrier.wait(stage_full.index(PARITY), (staged // 2) & 1)
+                    if rank == 0:
+                        tma.async_copy_shared_to_global(sums_desc, [place * ROWS, 0], stage)
+                    else:
+                        add_shared_to_global(sums_desc, [place * ROWS, 0], stage)
+                    tma.store_wait(0)
+                    mbarrier.arrive(stage_empty, count=1)
+                    gl.inline_asm_elementwise(
+                        """{
+                        cp.async.bulk.wait_group 0;
+                        bar.warp.sync -1;
+                        fence.proxy.async;
+                        fence.acq_rel.gpu;
+                        st.release.gpu.global.s32 [$1], $2;
+                        mov.s32 $0, $2;
+                        }""", "=r,l,r", [(counters_ptr + place).to(gl.int64), rank + 1], gl.int32, is_pure=False,
+                        pack=1)
+                staged += 1
+        at = item_count % 2
+        mbarrier.wait(claimed.index(at), (item_count // 2) & 1)
+        item = get(claims, at, 1)
+        mbarrier.arrive(taken.index(at), count=1)
+        item_count += 1
+
+
+# ---- products ------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -107,202 +334,246 @@ def _runs(x):
 
 
 @gluon.jit
-def produce_fused(
-    q_desc, g_desc, k_desc, v_desc, schedule, count, H, q_head, g_head, k_head, v_head, q_ring, g_ring, k_ring, v_ring,
-    q_full, q_empty, g_full, g_empty, kv_full, kv_empty, Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr,
-    KV_STAGES: gl.constexpr):
-    loads = 0
-    kv_loads = 0
-    for turn in range(0, _rounds(count * H)):
-        head, row, left, begin, length = _record(schedule, turn, H)
-        q_tiles = (gl.maximum(left, 1) + ROWS - 1) // ROWS
-        for start in range(0, gl.maximum(length, 1), 2 * ROWS):
-            place = kv_loads % KV_STAGES
-            mbarrier.wait(kv_empty.index(place), ((kv_loads // KV_STAGES) & 1) ^ 1)
-            mbarrier.expect(kv_full.index(place), 4 * k_desc.block_type.nbytes)
-            for half in gl.static_range(2):
-                at = 2 * place + half
-                _load_rows(k_desc, head * k_head, begin, length, start + half * ROWS, kv_full.index(place),
-                           k_ring.index(at))
-                _load_rows(v_desc, head * v_head, begin, length, start + half * ROWS, kv_full.index(place),
-                           v_ring.index(at))
-            kv_loads += 1
-            for step in range(0, q_tiles):
-                first = step * ROWS
-                slot = loads % Q_STAGES
-                mbarrier.wait(q_empty.index(slot), ((loads // Q_STAGES) & 1) ^ 1)
-                mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
-                _load_rows(q_desc, head * q_head, row, left, first, q_full.index(slot), q_ring.index(slot))
-                slot = loads % G_STAGES
-                mbarrier.wait(g_empty.index(slot), ((loads // G_STAGES) & 1) ^ 1)
-                mbarrier.expect(g_full.index(slot), g_desc.block_type.nbytes)
-                _load_rows(g_desc, head * g_head, row, left, first, g_full.index(slot), g_ring.index(slot))
-                loads += 1
+def _store_dq(base, tile, rows, stride):
+    """The first `rows` rows of a [64, 64] product to memory, 16 bytes a thread."""
+    runs = _runs(tile.to(base.dtype.element_ty))
+    run = gl.arange(0, 128, gl.SliceLayout(1, runs.type.layout))[:, None]
+    column = run // 8 % 2 * 32 + gl.arange(0, 32, gl.SliceLayout(0, runs.type.layout))[None, :]
+    row = run // 32 * 16 + run // 16 % 2 * 8 + run % 8
+    gl.store(base + row * stride + column, runs, mask=row < rows)
 
 
 @gluon.jit
-def consume_fused(
-    dq, scratch, dk_desc, dv_desc, schedule, count, H, scale, q_ring, g_ring, k_ring, v_ring, ds_ring, q_full, q_empty,
-    g_full, g_empty, kv_full, kv_empty, ds_full, ds_empty, HALF: gl.constexpr, Q_STAGES: gl.constexpr,
-    G_STAGES: gl.constexpr, KV_STAGES: gl.constexpr, D: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr):
-    dtype: gl.constexpr = q_ring.dtype
+def _store_keys(base, tile, rows, stride):
+    """The first `rows` rows of a [64, 128] product to memory, 16 bytes a thread."""
+    x = gl.reshape(tile.to(base.dtype.element_ty), [4, 2, 8, 4, 4, 4, 2])
+    in_order: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [16, 0], [32, 0]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], warp_bases=[[64, 0], [128, 0]], block_bases=[],
+        shape=[256, 32])
+    x = gl.convert_layout(gl.reshape(gl.permute(x, (0, 1, 3, 2, 5, 4, 6)), [256, 32]), in_order)
+    runs = gl.inline_asm_elementwise(QUAD, "=&r,=&r,=&r,=&r,r,r,r,r", [x], dtype=x.dtype, is_pure=False, pack=8)
+    run = gl.arange(0, 256, gl.SliceLayout(1, in_order))[:, None]
+    column = run // 8 % 4 * 32 + gl.arange(0, 32, gl.SliceLayout(0, in_order))[None, :]
+    row = run // 64 * 16 + run // 32 % 2 * 8 + run % 8
+    gl.store(base + row * stride + column, runs, mask=row < rows)
+
+
+@gluon.jit
+def _consume(
+    dq_ptr, dk_ptr, dv_ptr, scratch_ptr, k_ring, v_ring, q_ring, g_ring, ds_ring, stage, notes, k_full, k_empty, v_full,
+    v_empty, q_full, q_empty, g_full, g_empty, ds_full, ds_empty, turn, got, stage_full, stage_empty, stride, scale,
+    HALF: gl.constexpr, D: gl.constexpr, Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    ACT: gl.constexpr, FOLD: gl.constexpr, OWNER: gl.constexpr):
+    dtype: gl.constexpr = k_ring.dtype
     PANEL: gl.constexpr = D // 2  # columns of dq that this warpgroup makes: one swizzled panel of a tile
-    tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
-    panel_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, PANEL], dtype)
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1],
-                                                       instr_shape=[16, ROWS, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
+    panel: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, PANEL], dtype)
     factor = 0.5 * scale if FOLD else scale
     v_factor = 0.5 * scale if FOLD else 1.0
     spread = _flat(gl.zeros([ROWS, PANEL], gl.float32, s_layout))
     cells = gl.arange(0, ROWS * PANEL, spread.type.layout) + HALF * ROWS * PANEL
-    runs = _runs(gl.zeros([ROWS, PANEL], dtype, s_layout))
-    run = gl.arange(0, 2 * ROWS, gl.SliceLayout(1, runs.type.layout))[:, None]
-    out_row = run // 32 * 16 + run // 16 % 2 * 8 + run % 8
-    out_cells = (out_row * (H * D) + run // 8 % 2 * 32 + HALF * PANEL
-                 + gl.arange(0, PANEL // 2, gl.SliceLayout(0, runs.type.layout))[None, :])
-    tiles = 0
-    kv = 0
-    rounds = _rounds(count * H)
-    mbarrier.wait(kv_full.index(0), 0, pred=rounds > 0)
-    mbarrier.wait(q_full.index(0), 0, pred=rounds > 0)
-    s = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
-    s = warpgroup_mma(k_ring.index(HALF)._reinterpret(dtype, [ROWS, D], tile_layout),
-                      q_ring.index(0)._reinterpret(dtype, [ROWS, D], tile_layout).permute((1, 0)), s, use_acc=False,
-                      is_async=True)
-    s = warpgroup_mma_wait(0, deps=[s])
-    for turn in tl.range(0, rounds, disable_licm=True):
-        head, row, left, begin, length = _record(schedule, turn, H)
-        q_tiles = (gl.maximum(left, 1) + ROWS - 1) // ROWS
-        at_row = row.to(gl.int64) * H * D + head * D
-        out = dq + at_row
-        for start in tl.range(0, gl.maximum(length, 1), 2 * ROWS, disable_licm=True):
-            place = kv % KV_STAGES
-            v_mine = v_ring.index(2 * place + HALF)._reinterpret(dtype, [ROWS, D], tile_layout)
-            k_low = k_ring.index(2 * place)._reinterpret(dtype, [2, ROWS, PANEL], panel_layout).index(HALF)
-            k_high = k_ring.index(2 * place + 1)._reinterpret(dtype, [2, ROWS, PANEL], panel_layout).index(HALF)
-            grows = start > 0
-            final = start + 2 * ROWS >= length
-            more = (turn + 1 < rounds) | (start + 2 * ROWS < length)
-            dk = gl.zeros([ROWS, D], gl.float32, o_layout)
-            dv = gl.zeros([ROWS, D], gl.float32, o_layout)
-            for step in tl.range(0, q_tiles, disable_licm=True):
-                first = step * ROWS
-                q_slot = tiles % Q_STAGES
-                g_slot = tiles % G_STAGES
-                q = q_ring.index(q_slot)._reinterpret(dtype, [ROWS, D], tile_layout)
-                g = g_ring.index(g_slot)._reinterpret(dtype, [ROWS, D], tile_layout)
-                mbarrier.wait(g_full.index(g_slot), (tiles // G_STAGES) & 1)
-                dp = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
-                dp = warpgroup_mma(v_mine, g.permute((1, 0)), dp, use_acc=False, is_async=True)
-                value, slope = weigh(s, scale, ACT, FOLD)
-                p = gl.convert_layout(value.to(dtype), p_layout)
-                dv = warpgroup_mma(p, g, dv, is_async=True)
-                dp = warpgroup_mma_wait(1, deps=[dp])
-                ds = (dp * slope).to(dtype)
-                mbarrier.wait(ds_empty, (tiles & 1) ^ 1)
-                ds_ring.index(HALF).store(ds)
+    count = 0
+    kv_count = 0
+    staged = 0
+    turns = 0
+    zero = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
+    dk = gl.zeros([ROWS, D], gl.float32, o_layout)
+    dv = gl.zeros([ROWS, D], gl.float32, o_layout)
+    mbarrier.wait(q_full.index(0), 0)
+    flags = get(notes, 0, 4)
+    mbarrier.wait(k_full.index(0), 0, pred=flags >= 0)
+    s_next = warpgroup_mma(
+        k_ring.index(HALF)._reinterpret(dtype, [ROWS, D], tile),
+        q_ring.index(0)._reinterpret(dtype, [ROWS, D], tile).permute((1, 0)), zero, use_acc=False, is_async=True)
+    while flags >= 0:
+        at = count % Q_STAGES
+        g_at = count % G_STAGES
+        v_at = kv_count % V_STAGES
+        kv = kv_count % 2
+        v = v_ring.index(2 * v_at + HALF)._reinterpret(dtype, [ROWS, D], tile)
+        k_low = k_ring.index(2 * kv)._reinterpret(dtype, [2, ROWS, PANEL], panel).index(HALF)
+        k_high = k_ring.index(2 * kv + 1)._reinterpret(dtype, [2, ROWS, PANEL], panel).index(HALF)
+        q = q_ring.index(at)._reinterpret(dtype, [ROWS, D], tile)
+        g = g_ring.index(g_at)._reinterpret(dtype, [ROWS, D], tile)
+        goes_on = flags & STARTS == 0
+        ends = flags & ENDS != 0
+        mbarrier.wait(v_full.index(v_at), (kv_count // V_STAGES) & 1)
+        mbarrier.wait(g_full.index(g_at), (count // G_STAGES) & 1)
+        s = warpgroup_mma_wait(0, deps=[s_next])
+        dp_next = warpgroup_mma(v, g.permute((1, 0)), zero, use_acc=False, is_async=True)
+        value, slope = weigh(s, scale, ACT, FOLD)
+        weights = gl.convert_layout(value.to(dtype), p_layout)
+        dv_next = warpgroup_mma(weights, g, dv, use_acc=goes_on, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=[dp_next])
+        ds = (dp * slope).to(dtype)
+        mbarrier.wait(ds_empty, (count & 1) ^ 1)
+        ds_ring.index(HALF).store(ds)
+        fence_async_shared()
+        mbarrier.arrive(ds_full, count=1)
+        if ends:
+            mbarrier.arrive(v_empty.index(v_at), count=1)
+        ds = gl.convert_layout(ds, p_layout)
+        dk_next = warpgroup_mma(ds, q, dk, use_acc=goes_on, is_async=True)
+        dv, weights = warpgroup_mma_wait(1, deps=[dv_next, weights])
+        # The scores of the next tile, perhaps of the next keys, run beside the end of this one.
+        ahead = (count + 1) % Q_STAGES
+        kv_ahead = kv_count + gl.where(ends, 1, 0)
+        k_ahead = k_ring.index(2 * (kv_ahead % 2) + HALF)._reinterpret(dtype, [ROWS, D], tile)
+        q_ahead = q_ring.index(ahead)._reinterpret(dtype, [ROWS, D], tile)
+        last = flags & LAST != 0
+        sums = scratch_ptr + get(notes, NOTES * at + 1, 4).to(gl.int64) * (ROWS * D)
+        if OWNER:
+            grows = flags & FRESH == 0
+        else:
+            grows = last & (flags & FRESH == 0)
+            mbarrier.wait(turn.index(turns % 2), (turns // 2) & 1, pred=last)
+        share = _unflat(gl.load(sums + cells, mask=(cells >= 0) & grows, other=0.0, cache_modifier=".cg"), s_layout)
+        mbarrier.wait(ds_full, count & 1)
+        share = warpgroup_mma(ds_ring.index(0).permute((1, 0)), k_low, share, is_async=True)
+        share = warpgroup_mma(ds_ring.index(1).permute((1, 0)), k_high, share, is_async=True)
+        mbarrier.wait(q_full.index(ahead), ((count + 1) // Q_STAGES) & 1)
+        flags_ahead = get(notes, NOTES * ahead, 4)
+        mbarrier.wait(k_full.index(kv_ahead % 2), (kv_ahead // 2) & 1, pred=flags_ahead >= 0)
+        s_ahead = warpgroup_mma(k_ahead, q_ahead.permute((1, 0)), s, use_acc=False, is_async=True)
+        share, dk, ds = warpgroup_mma_wait(1, deps=[share, dk_next, ds])
+        s_next = s_ahead
+        mbarrier.arrive(ds_empty, count=1)
+        mbarrier.arrive(g_empty.index(g_at), count=1)
+        if ends:
+            mbarrier.arrive(k_empty.index(kv), count=1)
+        if last:
+            corner = get(notes, NOTES * at + 2, 4).to(gl.int64) * stride + get(notes, NOTES * at + 4, 4) * D
+            _store_dq(dq_ptr + corner + HALF * PANEL, share * factor, get(notes, NOTES * at + 3, 4), stride)
+            if not OWNER:
+                mbarrier.arrive(got.index(turns % 2), count=1)
+                turns += 1
+        else:
+            if OWNER:
+                gl.store(sums + cells, _flat(share))
+            else:
+                mbarrier.wait(stage_empty, (staged & 1) ^ 1)
+                flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+                stage._reinterpret(gl.float32, [2, ROWS * PANEL], flat).index(HALF).store(_flat(share))
                 fence_async_shared()
-                mbarrier.arrive(ds_full, count=1)
-                ds = gl.convert_layout(ds, p_layout)
-                dk = warpgroup_mma(ds, q, dk, is_async=True)
-                ended = step + 1 == q_tiles
-                ahead = (tiles + 1) % Q_STAGES
-                kv_ahead = kv + ended.to(gl.int32)
-                place_ahead = kv_ahead % KV_STAGES
-                dv, p = warpgroup_mma_wait(1, deps=[dv, p])
-                mbarrier.wait(q_full.index(ahead), ((tiles + 1) // Q_STAGES) & 1, pred=more | (step + 1 < q_tiles))
-                mbarrier.wait(kv_full.index(place_ahead), (kv_ahead // KV_STAGES) & 1, pred=more & ended)
-                s = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
-                s = warpgroup_mma(
-                    k_ring.index(2 * place_ahead + HALF)._reinterpret(dtype, [ROWS, D], tile_layout),
-                    q_ring.index(ahead)._reinterpret(dtype, [ROWS, D], tile_layout).permute((1, 0)), s,
-                    use_acc=False, is_async=True)
-                share = scratch + first * D + cells  # all 64 rows, also those that are nobody's
-                grown = _unflat(gl.load(share, mask=(cells >= 0) & grows, other=0.0), s_layout)
-                mbarrier.wait(ds_full, tiles & 1)
-                grown = warpgroup_mma(ds_ring.index(0).permute((1, 0)), k_low, grown, is_async=True)
-                grown = warpgroup_mma(ds_ring.index(1).permute((1, 0)), k_high, grown, is_async=True)
-                s, grown, dk, ds = warpgroup_mma_wait(0, deps=[s, grown, dk, ds])
-                mbarrier.arrive(ds_empty, count=1)
-                mbarrier.arrive(q_empty.index(q_slot), count=1)
-                mbarrier.arrive(g_empty.index(g_slot), count=1)
-                if final:
-                    gl.store(out + first * H * D + out_cells, _runs((grown * factor).to(dtype)),
-                             mask=out_row < left - first)
-                else:
-                    gl.store(share, _flat(grown))
-                tiles += 1
-            # Nobody else reads these rows of V; those of K once the other warpgroup has made its half of dq.
-            v_mine.store((dv * v_factor).to(dtype))
-            mbarrier.wait(ds_empty, (tiles - 1) & 1)
-            k_mine = k_ring.index(2 * place + HALF)._reinterpret(dtype, [ROWS, D], tile_layout)
-            k_mine.store((dk * factor).to(dtype))
-            fence_async_shared()
-            at = BOUND - length + start + HALF * ROWS
-            tma.async_copy_shared_to_global(dv_desc, [BOUND, begin + length, at, head * D],
-                                            v_ring.index(2 * place + HALF))
-            tma.async_copy_shared_to_global(dk_desc, [BOUND, begin + length, at, head * D],
-                                            k_ring.index(2 * place + HALF))
-            tma.store_wait(0)
-            mbarrier.arrive(kv_empty.index(place), count=1)
-            kv += 1
+                mbarrier.arrive(stage_full.index(staged % 2), count=1)
+                staged += 1
+        if ends:
+            row = get(notes, NOTES * at + 5, 4) + HALF * ROWS
+            corner = row.to(gl.int64) * stride + get(notes, NOTES * at + 4, 4) * D
+            rows = get(notes, NOTES * at + 6, 4) - HALF * ROWS
+            _store_keys(dk_ptr + corner, dk * factor, rows, stride)
+            _store_keys(dv_ptr + corner, dv * v_factor, rows, stride)
+            kv_count += 1
+        mbarrier.arrive(q_empty.index(at), count=1)
+        count += 1
+        flags = flags_ahead
+    warpgroup_mma_wait(0, deps=[s_next, dk, dv])
 
 
-@gluon.jit(do_not_specialize=["batch", "list_start", "q_elements", "kv_elements", "scratch_rows"])
-def fused(
-    q_desc, g_desc, k_desc, v_desc, dk_desc, dv_desc, dq, dk, dv, scratch, q_offsets, kv_offsets, schedule,
-    batch, list_start, q_elements, kv_elements, scratch_rows, scale, H, q_head, g_head, k_head, v_head,
-    ACT: gl.constexpr, D: gl.constexpr, Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr, FOLD: gl.constexpr):
-    """dq [Tq, H, D], dk and dv [Tkv, H, D] contiguous; scratch fp32 [blocks, scratch_rows, D]. One block an SM."""
-    KV_STAGES: gl.constexpr = 2  # the next keys are multiplied before the sums of these have left
+@gluon.jit(do_not_specialize=["batch", "list_start", "places_start", "q_elements", "kv_elements", "q_slots", "limit"])
+def backward(
+    q_desc, g_desc, k_desc, v_desc, sums_desc, dq, dk, dv, scratch, counters, q_offsets, kv_offsets, schedule, batch,
+    list_start, places_start, q_elements, kv_elements, q_slots, limit, scale, H, q_head, g_head, k_head, v_head,
+    ACT: gl.constexpr, D: gl.constexpr, Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    FOLD: gl.constexpr, OWNER: gl.constexpr):
+    """dq [Tq, H, D], dk and dv [Tkv, H, D] contiguous. One block a multiprocessor.
+
+    scratch: fp32 [tiles, 64 * D], q_slots tiles for each block if OWNER, else H * q_slots. counters: int32 zeros, as
+    many and one more (not read if OWNER).
+    """
     _zero_rows(dq, gl.load(q_offsets + batch).to(gl.int64) * H * D, q_elements, 1024)
     kv_end = gl.load(kv_offsets + batch).to(gl.int64) * H * D
     _zero_rows(dk, kv_end, kv_elements, 1024)
     _zero_rows(dv, kv_end, kv_elements, 1024)
-    count = gl.load(schedule + 2)
-    items = schedule + list_start
-    sums = scratch + gl.program_id(0).to(gl.int64) * scratch_rows * D
-    q_ring = gl.allocate_shared_memory(q_desc.dtype, [Q_STAGES] + q_desc.block_type.shape, q_desc.layout)
-    g_ring = gl.allocate_shared_memory(g_desc.dtype, [G_STAGES] + g_desc.block_type.shape, g_desc.layout)
-    k_ring = gl.allocate_shared_memory(k_desc.dtype, [2 * KV_STAGES] + k_desc.block_type.shape, k_desc.layout)
-    v_ring = gl.allocate_shared_memory(v_desc.dtype, [2 * KV_STAGES] + v_desc.block_type.shape, v_desc.layout)
-    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], q_desc.dtype)
-    ds_ring = gl.allocate_shared_memory(q_desc.dtype, [2, ROWS, ROWS], ds_layout)
+    entries = gl.load(schedule + 2) if OWNER else gl.load(schedule + 1)
+    items = entries * H
+    tiles_ptr = schedule + list_start
+    places_ptr = schedule + places_start
+    dtype: gl.constexpr = q_desc.dtype
+    numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    k_ring = gl.allocate_shared_memory(dtype, [4, 1, 1, ROWS, D], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(dtype, [2 * V_STAGES, 1, 1, ROWS, D], v_desc.layout)
+    q_ring = gl.allocate_shared_memory(dtype, [Q_STAGES, 1, 1, ROWS, D], q_desc.layout)
+    g_ring = gl.allocate_shared_memory(dtype, [G_STAGES, 1, 1, ROWS, D], g_desc.layout)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
+    ds_ring = gl.allocate_shared_memory(dtype, [2, ROWS, ROWS], ds_layout)
+    stage = ds_ring if OWNER else gl.allocate_shared_memory(gl.float32, [ROWS, D], sums_desc.layout)
+    notes = gl.allocate_shared_memory(gl.int32, [NOTES * Q_STAGES, 1], numbers)
+    claims = gl.allocate_shared_memory(gl.int32, [2, 1], numbers)
+    k_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
     g_full = gl.allocate_shared_memory(gl.int64, [G_STAGES, 1], mbarrier.MBarrierLayout())
     g_empty = gl.allocate_shared_memory(gl.int64, [G_STAGES, 1], mbarrier.MBarrierLayout())
-    kv_full = gl.allocate_shared_memory(gl.int64, [KV_STAGES, 1], mbarrier.MBarrierLayout())
-    kv_empty = gl.allocate_shared_memory(gl.int64, [KV_STAGES, 1], mbarrier.MBarrierLayout())
     ds_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ds_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    got = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    stage_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    stage_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    claimed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(Q_STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
     for i in gl.static_range(G_STAGES):
         mbarrier.init(g_full.index(i), count=1)
         mbarrier.init(g_empty.index(i), count=2)
-    for i in gl.static_range(KV_STAGES):
-        mbarrier.init(kv_full.index(i), count=1)
-        mbarrier.init(kv_empty.index(i), count=2)
-    # Nobody waits on the spare ones. They keep the compiled code that of the measurement (benchmarks/log/gdpa.md).
-    spare_one = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    spare_two = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(V_STAGES):
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=2)
     for i in gl.static_range(2):
-        mbarrier.init(spare_one.index(i), count=1)
-        mbarrier.init(spare_two.index(i), count=2)
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(turn.index(i), count=1)
+        mbarrier.init(got.index(i), count=2)
+        mbarrier.init(claimed.index(i), count=1)
+        mbarrier.init(taken.index(i), count=2)
+        mbarrier.init(stage_full.index(i), count=2)
     mbarrier.init(ds_full, count=2)
     mbarrier.init(ds_empty, count=2)
-    gl.warp_specialize([
-        (consume_fused, (dq, sums, dk_desc, dv_desc, items, count, H, scale, q_ring, g_ring, k_ring, v_ring, ds_ring,
-                         q_full, q_empty, g_full, g_empty, kv_full, kv_empty, ds_full, ds_empty, 0, Q_STAGES,
-                         G_STAGES, KV_STAGES, D, ACT, FOLD)),
-        (consume_fused, (dq, sums, dk_desc, dv_desc, items, count, H, scale, q_ring, g_ring, k_ring, v_ring, ds_ring,
-                         q_full, q_empty, g_full, g_empty, kv_full, kv_empty, ds_full, ds_empty, 1, Q_STAGES,
-                         G_STAGES, KV_STAGES, D, ACT, FOLD)),
-        (produce_fused, (q_desc, g_desc, k_desc, v_desc, items, count, H, q_head, g_head, k_head, v_head, q_ring,
-                         g_ring, k_ring, v_ring, q_full, q_empty, g_full, g_empty, kv_full, kv_empty, Q_STAGES,
-                         G_STAGES, KV_STAGES)),
-    ], [4, 1], [240, 24])
+    mbarrier.init(stage_empty, count=1)
+    if OWNER:
+        gl.warp_specialize([
+            (_consume, (
+                dq, dk, dv, scratch, k_ring, v_ring, q_ring, g_ring, ds_ring, stage, notes, k_full, k_empty, v_full,
+                v_empty, q_full, q_empty, g_full, g_empty, ds_full, ds_empty, turn, got, stage_full, stage_empty, H * D,
+                scale, 0, D, Q_STAGES, G_STAGES, V_STAGES, ACT, FOLD, OWNER)),
+            (_consume, (
+                dq, dk, dv, scratch, k_ring, v_ring, q_ring, g_ring, ds_ring, stage, notes, k_full, k_empty, v_full,
+                v_empty, q_full, q_empty, g_full, g_empty, ds_full, ds_empty, turn, got, stage_full, stage_empty, H * D,
+                scale, 1, D, Q_STAGES, G_STAGES, V_STAGES, ACT, FOLD, OWNER)),
+            (_produce, (
+                q_desc, g_desc, k_desc, v_desc, tiles_ptr, places_ptr, k_ring, v_ring, q_ring, g_ring, notes, claims,
+                k_full, k_empty, v_full, v_empty, q_full, q_empty, g_full, g_empty, claimed, taken, entries, items,
+                counters, q_slots, limit, H, q_head, g_head, k_head, v_head, D, Q_STAGES, G_STAGES, V_STAGES, OWNER)),
+        ], [4, 1], [240, 24])
+    else:
+        gl.warp_specialize([
+            (_consume, (
+                dq, dk, dv, scratch, k_ring, v_ring, q_ring, g_ring, ds_ring, stage, notes, k_full, k_empty, v_full,
+                v_empty, q_full, q_empty, g_full, g_empty, ds_full, ds_empty, turn, got, stage_full, stage_empty, H * D,
+                scale, 0, D, Q_STAGES, G_STAGES, V_STAGES, ACT, FOLD, OWNER)),
+            (_consume, (
+                dq, dk, dv, scratch, k_ring, v_ring, q_ring, g_ring, ds_ring, stage, notes, k_full, k_empty, v_full,
+                v_empty, q_full, q_empty, g_full, g_empty, ds_full, ds_empty, turn, got, stage_full, stage_empty, H * D,
+                scale, 1, D, Q_STAGES, G_STAGES, V_STAGES, ACT, FOLD, OWNER)),
+            (_produce, (
+                q_desc, g_desc, k_desc, v_desc, tiles_ptr, places_ptr, k_ring, v_ring, q_ring, g_ring, notes, claims,
+                k_full, k_empty, v_full, v_empty, q_full, q_empty, g_full, g_empty, claimed, taken, entries, items,
+                counters + H * q_slots, q_slots, limit, H, q_head, g_head, k_head, v_head, D, Q_STAGES, G_STAGES,
+                V_STAGES, OWNER)),
+            (_add, (
+                sums_desc, counters, tiles_ptr, places_ptr, stage, claims, turn, got, stage_full, stage_empty, claimed,
+                taken, entries, items, q_slots, limit, 0)),
+            (_add, (
+                sums_desc, counters, tiles_ptr, places_ptr, stage, claims, turn, got, stage_full, stage_empty, claimed,
+                taken, entries, items, q_slots, limit, 1)),
+        ], [4, 1, 1, 1], [240, 24, 24, 24])

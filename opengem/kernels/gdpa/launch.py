@@ -13,7 +13,7 @@ from opengem.kernels.launch import aligned, launch, multiprocessors
 NARROW = 64  # most queries a sample may have for the narrow kernels
 CHUNK = 2048  # keys one narrow program walks over; fixed, so that a sample's sums never depend on the batch
 Q_TILE = 128  # query rows of wide_fwd and wide_dq
-DEALT = 32  # samples a program of deal_tiles lists
+DEALT = 16  # samples a program of deal_tiles lists
 
 # padded head dimension -> (BM, BN, warps, stages)
 FWD = {32: (128, 128, 8, 3), 64: (128, 128, 8, 3), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)}
@@ -32,9 +32,13 @@ RESIDENT_KEYS = 256  # as many stay in shared memory for a whole sample
 # Forward: key rows of a tile, stages, whether the warpgroups take turns at the matrix unit
 STREAM = (128, 2, True)
 RESIDENT, RESIDENT_SHORT = (128, 2, False), (64, 4, False)  # the latter where queries are at most RESIDENT_KEYS too
-OWNER_KEYS = 512  # most keys a sample may have for the backward in one kernel (`gluon_sm90_backward.py`)
-FUSED_KEYS = 128  # key rows of its tiles
-FUSED_STAGES = (3, 2)  # tiles of queries, of output gradients
+ALONE = False
+A_STREAM = A_RESIDENT = (128, 2, 3)
+A_SHORT = (64, 4, 3)
+TURNS = True
+OWNER_KEYS = 512  # most keys a sample may have for the backward in which a block owns a sample and head
+OWNED_KEYS = 128  # key rows at a time of the backward in one kernel (`gluon_sm90_backward.py`)
+BACKWARD_STAGES = (3, 2)  # tiles of queries, of output gradients
 
 
 class Plan(NamedTuple):
@@ -116,6 +120,17 @@ def _gluon_forward(q, k, v, q_offsets, schedule, plan, max_q, max_kv, activation
     head_strides = q.stride(1), k.stride(1), v.stride(1)
     start = 4 + 4 * (plan.q_bound + plan.kv_bound) if resident else 4
     fold = activation in FOLDED and q.dtype == torch.bfloat16
+    if ALONE:
+        from opengem.kernels.gdpa import gluon_sm90_alone
+
+        rows, stages, q_stages = A_STREAM if not resident else A_RESIDENT if max_q > RESIDENT_KEYS else A_SHORT
+        launch(
+            gluon_sm90_alone.forward, (blocks, 1, 1),
+            _key(plan, (out.numel() >> 31, *head_strides), q_offsets, schedule, q),
+            (*gluon_sm90.ragged((q, 64), (k, rows), (v, rows), (out, 64)), out, q_offsets, schedule, plan.batch,
+             start, out.numel(), scale, plan.heads, *head_strides),
+            (activation, plan.dim, rows, stages, q_stages, resident, fold))
+        return out
     rows, stages, turns = STREAM if not resident else RESIDENT if max_q > RESIDENT_KEYS else RESIDENT_SHORT
     launch(
         gluon_sm90.forward, (blocks, 1, 1), _key(plan, (out.numel() >> 31, *head_strides), q_offsets, schedule, q),
@@ -144,22 +159,32 @@ def _gluon_backward(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, activa
     return dq, dk, dv
 
 
-def _fused_backward(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, max_q, max_kv, activation, scale):
+def _backward_in_one(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, max_q, max_kv, activation, scale):
+    """Five products in one kernel: a block owns a sample and head where keys are few, else blocks take turns at dq."""
     from opengem.kernels.gdpa import gluon_sm90, gluon_sm90_backward
 
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    blocks = min(multiprocessors(q.device), plan.batch * plan.heads)
-    rows = -(-max_q // 64) * 64 if max_kv > FUSED_KEYS else 0  # sums of dq between two key tiles
-    scratch = torch.empty(blocks, rows, plan.dim, dtype=torch.float32, device=q.device)
+    owner = max_kv <= OWNER_KEYS
+    places = 4 + 4 * (plan.q_bound + plan.kv_bound + plan.batch)
+    if owner:
+        blocks, list_start = min(multiprocessors(q.device), plan.batch * plan.heads), places - 4 * plan.batch
+        q_slots = -(-max_q // 64)
+        slots, counters = blocks * q_slots if max_kv > OWNED_KEYS else 1, schedule  # nobody counts
+    else:
+        blocks, list_start = min(multiprocessors(q.device), plan.kv_bound * plan.heads), 4 + 4 * plan.q_bound
+        q_slots = q.shape[0] // 64 + plan.batch + 1
+        slots = plan.heads * q_slots
+        counters = torch.zeros(slots + 1, dtype=torch.int32, device=q.device)
+    scratch = torch.empty(slots * 64, plan.dim, dtype=torch.float32, device=q.device)
     head_strides = q.stride(1), grad.stride(1), k.stride(1), v.stride(1)
-    boxes = gluon_sm90.ragged(*((x, 64) for x in (q, grad, k, v, dk, dv)))
     fold = activation in FOLDED and q.dtype == torch.bfloat16
     launch(
-        gluon_sm90_backward.fused, (blocks, 1, 1),
+        gluon_sm90_backward.backward, (blocks, 1, 1),
         _key(plan, (dq.numel() >> 31, dk.numel() >> 31, *head_strides), q_offsets, kv_offsets, schedule, q),
-        (*boxes, dq, dk, dv, scratch, q_offsets, kv_offsets, schedule, plan.batch,
-         4 + 4 * (plan.q_bound + plan.kv_bound), dq.numel(), dk.numel(), rows, scale, plan.heads, *head_strides),
-        (activation, plan.dim, *FUSED_STAGES, fold))
+        (*gluon_sm90.ragged(*((x, 64) for x in (q, grad, k, v))), gluon_sm90.plain(scratch), dq, dk, dv, scratch,
+         counters, q_offsets, kv_offsets, schedule, plan.batch, list_start, places, dq.numel(), dk.numel(), q_slots,
+         multiprocessors(q.device) // 2, scale, plan.heads, *head_strides),
+        (activation, plan.dim, *BACKWARD_STAGES, 2 if owner else 1, fold, owner))
     return dq, dk, dv
 
 
@@ -184,8 +209,8 @@ def backward(
         return tuple(x.new_zeros(x.shape) for x in (q, k, v))
     if gluon and _gluon_fits(q, k, plan):
         tensors = (*(_tma_ready(x) for x in (grad, q, k, v)), q_offsets, kv_offsets, schedule)
-        if plan.dim == 128 and max_kv <= OWNER_KEYS:
-            return _fused_backward(*tensors, plan, max_q, max_kv, activation, scale)
+        if plan.dim == 128 and (max_kv <= OWNER_KEYS or TURNS and max_kv <= 2 * max_q):
+            return _backward_in_one(*tensors, plan, max_q, max_kv, activation, scale)
         return _gluon_backward(*tensors, plan, activation, scale)
     grad, q, k, v = (_rows_contiguous(x) for x in (grad, q, k, v))
     strides = (*grad.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2])

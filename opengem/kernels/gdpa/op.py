@@ -51,7 +51,6 @@ def gdpa(
     q_offsets, kv_offsets, max_kv = _complete(q, q_offsets, kv_offsets, max_q, max_kv, shared_q)
     _check_tensors(q, k, v, q_offsets, kv_offsets, shared_q)
     _check_options(activation, scale)
-    schedule = kv_offsets.new_empty(0, dtype=torch.int32) if schedule is None else schedule
     if activation == "gelu_taylor6":
         q, k = _normalised(q), _normalised(k)
     return _forward(q, k, v, q_offsets, kv_offsets, schedule, max_q, max_kv, activation, float(scale), shared_q)
@@ -149,7 +148,7 @@ def _schedule_size(q: Tensor, k: Tensor, kv_offsets: Tensor, shared_q: bool) -> 
     """Three counts, and four numbers for each tile there can be (query tiles have 128 rows, key tiles at least 64)."""
     batch = kv_offsets.shape[0] - 1
     q_rows = batch * q.shape[0] if shared_q else q.shape[0]
-    return 4 + 4 * ((q_rows + 127) // 128 + (k.shape[0] + 63) // 64 + 3 * batch)
+    return 4 + 4 * ((q_rows + 127) // 128 + 2 * ((k.shape[0] + 63) // 64) + 4 * batch)
 
 
 def _run_schedule(q: Tensor, k: Tensor, q_offsets: Tensor, kv_offsets: Tensor, max_q: int, shared_q: bool) -> Tensor:
@@ -166,8 +165,8 @@ def _fake_schedule(q, k, q_offsets, kv_offsets, max_q, shared_q):
 
 
 def _run_forward(
-    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, schedule: Tensor, max_q: int, max_kv: int,
-    activation: str, scale: float, shared_q: bool,
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, schedule: Tensor | None, max_q: int,
+    max_kv: int, activation: str, scale: float, shared_q: bool,
 ) -> Tensor:
     if q.device.type == "cpu":
         _check_contents(q, k, q_offsets, kv_offsets, max_q, max_kv, shared_q)
@@ -182,9 +181,9 @@ def _run_forward(
 
 
 def _schedule_of(q, k, q_offsets, kv_offsets, schedule, max_q, shared_q) -> Tensor:
-    size = _schedule_size(q, k, kv_offsets, shared_q)
-    if not schedule.numel():
+    if schedule is None:
         return _run_schedule(q, k, q_offsets, kv_offsets, max_q, shared_q)
+    size = _schedule_size(q, k, kv_offsets, shared_q)
     if schedule.numel() != size:
         raise ValueError(f"gdpa: the schedule has {schedule.numel()} elements, wanted {size}; make it for these sizes")
     return schedule
@@ -196,8 +195,8 @@ def _fake_forward(q, k, v, q_offsets, kv_offsets, schedule, max_q, max_kv, activ
 
 
 def _run_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, schedule: Tensor,
-    max_q: int, max_kv: int, activation: str, scale: float, shared_q: bool,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor,
+    schedule: Tensor | None, max_q: int, max_kv: int, activation: str, scale: float, shared_q: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     options = (max_q, max_kv, activation, scale, shared_q)
     implementation = _implementation(q, activation, shared_q)

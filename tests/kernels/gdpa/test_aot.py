@@ -7,9 +7,10 @@ import pytest
 from tests.kernels.aot import assert_on_tensor_cores, compile_all, job
 
 pytest.importorskip("triton")
-TYPES = {"partial": "*fp32", "scratch": "*fp32", "*offsets": "*i64", "schedule": "*i32",
+TYPES = {"partial": "*fp32", "scratch": "*fp32", "counters": "*i32", "*offsets": "*i64", "schedule": "*i32",
          "scale": "fp32", "*_elements": "i64"}
-TYPES |= dict.fromkeys(["batch", "*_start", "*_rows", "*_bound", "*_row", "*_head", "H"], "i32") | {"*": "*bf16"}
+TYPES |= dict.fromkeys(["batch", "*_start", "*_rows", "*_bound", "*_row", "*_head", "*_slots", "limit", "H"], "i32")
+TYPES |= {"*": "*bf16"}
 STRIDES = ("*_row", "*_head")
 
 
@@ -30,6 +31,8 @@ def portable(dim: int, capability: int) -> list[dict]:
 
 def hopper(dim: int) -> list[dict]:
     """jobs of the Gluon kernels: forward, the backward in two kernels (dq; dk and dv), and at 128 the one in one."""
+    from triton.experimental.gluon import language as gl
+
     from opengem.kernels.gdpa import launch
 
     jobs = []
@@ -42,8 +45,11 @@ def hopper(dim: int) -> list[dict]:
         boxes = {"[ao]*_desc": f"bf16[1,1,64,{dim}]", "*_desc": f"bf16[1,1,{tile},{dim}]"}
         jobs.append(("gluon_sm90:backward", boxes, {"BN": tile, "STAGES": depth, "KEYS": keys}))
     if dim == 128:
-        stages = dict(zip(("Q_STAGES", "G_STAGES"), launch.FUSED_STAGES, strict=True))
-        jobs.append(("gluon_sm90_backward:fused", {"*_desc": "bf16[1,1,64,128]"}, stages | {"FOLD": True}))
+        boxes = {"sums_desc": f"tensordesc<fp32[64,{dim}],{gl.NVMMASharedLayout(0, 32, 2)!r}>",
+                 "*_desc": f"bf16[1,1,64,{dim}]"}
+        stages = dict(zip(("Q_STAGES", "G_STAGES"), launch.BACKWARD_STAGES, strict=True)) | {"FOLD": True}
+        jobs += [("gluon_sm90_backward:backward", boxes, stages | {"OWNER": owner, "V_STAGES": 1 + owner})
+                 for owner in (False, True)]
     return [job(f"opengem.kernels.gdpa.{name}", boxes | TYPES, constants | {"ACT": "gelu_tanh", "D": dim},
                 aligned=STRIDES, num_warps=4) for name, boxes, constants in jobs]
 
@@ -55,7 +61,7 @@ def test_compiles_for_the_matrix_unit_without_spills(capability):
 
 
 def test_hopper_kernels_are_specialised_fed_by_tma_and_do_not_serialise():
-    for found, spill_bytes in zip(compile_all(hopper(128)), (0, 0, 0, 0, 256, 64), strict=True):
+    for found, spill_bytes in zip(compile_all(hopper(128)), (0, 0, 0, 0, 256, 320, 128), strict=True):
         assert_on_tensor_cores(found, spill_bytes)
         assert "cp.async.bulk.tensor" in found["ptx"] and "setmaxnreg" in found["ptx"], found["ptx"]
         assert found["warps"] == 12 and not found["serialised"], found["warps"]

@@ -89,6 +89,26 @@ def test_dq_over_several_key_tiles(kv_lengths):
     assert_accurate(*build([130, 512, 65, 0, 300], kv_lengths, dim=128))
 
 
+@pytest.mark.parametrize("q_lengths, kv_lengths", [
+    ([1024, 1000, 65, 0, 2049, 64], [1024, 1000, 65, 130, 2049, 0]), ([2049, 65, 700, 600], [600, 1025, 1, 2048]),
+    ([8600], [8600]),
+], ids=["self", "cross", "more tiles than blocks"])
+def test_dq_in_turns(q_lengths, kv_lengths):
+    """Blocks add to dq in turn; in the last case a sample has more key tiles than half the multiprocessors."""
+    assert_accurate(*build(q_lengths, kv_lengths, dim=128, heads=1 if len(q_lengths) == 1 else 2))
+
+
+@pytest.mark.parametrize("size", [600, 2048])
+def test_turns_leave_the_same_bits(size):
+    """K5: many samples at once, whatever block comes first."""
+    lengths = [(311 * i) % size for i in range(200)]
+    qkv, _, _, arguments = build(lengths, lengths, dim=128)
+    first, grad = run(qkv, activation="gelu_tanh", **arguments)
+    for _ in range(10):
+        again, _ = run(qkv, grad, activation="gelu_tanh", **arguments)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
 def test_long_keys_in_several_runs():
     assert_accurate(*build([7, 64, 1], [5000, 0, 2049]))
     assert_accurate(*build([], [5000, 0, 2049], seeds=32))

@@ -161,9 +161,8 @@ def test_shared_queries_are_repeated_queries():
 def test_opcheck(seeds):
     qkv, _, _, arguments = inputs_of("zero_kv", seeds)
     q_offsets = torch.empty(0, dtype=torch.int32) if seeds else arguments["q_offsets"]
-    schedule = torch.empty(0, dtype=torch.int32)
     options = (arguments["max_q"], arguments["max_kv"], "gelu", 0.5, bool(seeds))
-    torch.library.opcheck(torch.ops.opengem.gdpa_fwd, (*qkv, q_offsets, arguments["kv_offsets"], schedule, *options))
+    torch.library.opcheck(torch.ops.opengem.gdpa_fwd, (*qkv, q_offsets, arguments["kv_offsets"], None, *options))
 
 
 @pytest.mark.parametrize("seeds", [0, 3])
