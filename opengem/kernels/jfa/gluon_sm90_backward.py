@@ -17,6 +17,7 @@ No block waits for one that may never run: a queue taken in order, and turns tha
 from __future__ import annotations
 
 import functools
+import os
 
 import torch
 import triton
@@ -47,6 +48,11 @@ ENDS = gl.constexpr(2)
 MASKED = gl.constexpr(4)
 FRESH = gl.constexpr(8)  # the first block, the last block to add to this tile of dq
 LAST = gl.constexpr(16)
+EARLY = gl.constexpr(int(os.environ.get("JFA_EARLY", "4")))
+AHEAD_FULL = gl.constexpr(int(os.environ.get("JFA_AHEAD_FULL", "1")))
+AHEAD_MASK = gl.constexpr(int(os.environ.get("JFA_AHEAD_MASK", "0")))
+NO_ADD = gl.constexpr(int(os.environ.get("JFA_NO_ADD", "0")))
+NO_TURN = gl.constexpr(int(os.environ.get("JFA_NO_TURN", "0")))
 
 
 # ---- before the products -----------------------------------------------------------------------------------------
@@ -329,45 +335,69 @@ def _produce(
 
 
 @gluon.jit
+def _take_item(counter_ptr, claims, claimed, taken, count):
+    """The next item, also for the producer."""
+    item = gl.atomic_add(counter_ptr, 1, sem="relaxed") + gl.num_programs(0)
+    at = count % 2
+    mbarrier.wait(taken.index(at), ((count // 2) & 1) ^ 1)
+    put(claims, at, item)
+    mbarrier.arrive(claimed.index(at), count=1)
+    return item
+
+
+@gluon.jit
 def _await_turns(
     counters_ptr, records_ptr, claims, orders, turn, done, told, claimed, taken, slots, items, q_slots, limit, left,
     right, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, QUERIES: gl.constexpr,
     KEYS: gl.constexpr):
+    """Announces the block's turns and takes its next item.
+
+    Taking an item early lets the producer load ahead, but whoever holds an item and waits for a turn must not hold
+    another item of the same sample and head: the one may be waiting for the other. So it is taken early only once the
+    queue has passed them all; else when no turn is left to wait for.
+    """
     count = 0
     claim_count = 0
+    counter_ptr = counters_ptr + items // slots * GROUP * q_slots
     item = gl.program_id(0)
     while item < items:
         head, k_begin, n, tile, q_begin, m, q_slot, low, high, begin = _plan(
             item, records_ptr, slots, limit, left, right, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS)
-        for member in range(GROUP):
-            base = (head * GROUP + member) * q_slots + q_slot
-            for trip in range(high - low):
-                query_tile = begin + trip
-                query_tile = gl.where(query_tile >= high, query_tile - (high - low), query_tile)
-                rank = _rank(query_tile, tile, n, m, limit, right, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS)
-                at = count % 2
-                mbarrier.wait(told.index(at), ((count // 2) & 1) ^ 1)
-                gl.inline_asm_elementwise(
-                    """{
-                    .reg .pred behind;
-                    .reg .s32 value;
-                    again:
-                    ld.acquire.gpu.global.s32 value, [$1];
-                    setp.lt.s32 behind, value, $2;
-                    @behind bra again;
-                    mov.s32 $0, value;
-                    }""", "=r,l,r", [(counters_ptr + base + query_tile).to(gl.int64), rank], gl.int32, is_pure=False,
-                    pack=1)
-                put(orders, 2 * at, base + query_tile)
-                put(orders, 2 * at + 1, rank + 1)
-                mbarrier.arrive(turn.index(at), count=1)
-                count += 1
-        # No turn is left to wait for, so taking an item cannot keep others from theirs.
-        item = gl.atomic_add(counters_ptr + items // slots * GROUP * q_slots, 1, sem="relaxed") + gl.num_programs(0)
-        at = claim_count % 2
-        mbarrier.wait(taken.index(at), ((claim_count // 2) & 1) ^ 1)
-        put(claims, at, item)
-        mbarrier.arrive(claimed.index(at), count=1)
+        following = -1
+        early = gl.maximum(GROUP * (high - low) - EARLY, 0)
+        if EARLY == 0:
+            early = -1
+        for trip in range(GROUP * (high - low)):
+            member = trip // gl.maximum(high - low, 1)
+            query_tile = begin + trip - member * (high - low)
+            query_tile = gl.where(query_tile >= high, query_tile - (high - low), query_tile)
+            place = (head * GROUP + member) * q_slots + q_slot + query_tile
+            rank = _rank(query_tile, tile, n, m, limit, right, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS)
+            if NO_TURN == 1:
+                rank = 0
+            at = count % 2
+            mbarrier.wait(told.index(at), ((count // 2) & 1) ^ 1)
+            gl.inline_asm_elementwise(
+                """{
+                .reg .pred behind;
+                .reg .s32 value;
+                again:
+                ld.acquire.gpu.global.s32 value, [$1];
+                setp.lt.s32 behind, value, $2;
+                @behind bra again;
+                mov.s32 $0, value;
+                }""", "=r,l,r", [(counters_ptr + place).to(gl.int64), rank], gl.int32, is_pure=False, pack=1)
+            put(orders, 2 * at, place)
+            put(orders, 2 * at + 1, rank + 1)
+            mbarrier.arrive(turn.index(at), count=1)
+            count += 1
+            if trip == early:  # noqa: SIM102 (the second condition is an access to memory)
+                # The last item of this sample and head is that of key tile 0.
+                if gl.atomic_add(counter_ptr, 0, sem="relaxed") + gl.num_programs(0) > item + tile:
+                    following = _take_item(counter_ptr, claims, claimed, taken, claim_count)
+        if following < 0:
+            following = _take_item(counter_ptr, claims, claimed, taken, claim_count)
+        item = following
         claim_count += 1
     at = count % 2
     mbarrier.wait(told.index(at), ((count // 2) & 1) ^ 1)
@@ -460,8 +490,7 @@ def _consume(
     dq_ptr, scratch_ptr, k_ring, v_ring, q_ring, do_ring, stats_ring, ds_tile, notes, kv_full, staged, q_full, do_full,
     empty, turn, done, q_stride, scale, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HEAD_DIM: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr):
-    # Measured: without masks it pays to form the next scores ahead; with masks the registers do not suffice.
-    AHEAD: gl.constexpr = not HAS_LEFT and not HAS_RIGHT
+    AHEAD: gl.constexpr = AHEAD_MASK if HAS_LEFT or HAS_RIGHT else AHEAD_FULL
     dtype: gl.constexpr = k_ring.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, QUERIES, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, HEAD_DIM, 16])
@@ -479,7 +508,7 @@ def _consume(
     dv = gl.zeros([KEYS, HEAD_DIM], gl.float32, o_layout)
     mbarrier.wait(q_full.index(0), 0)
     flags = get(notes, 0, 8)
-    if AHEAD:
+    if AHEAD > 0:
         mbarrier.wait(kv_full.index(0), 0, pred=flags >= 0)
         k_first = k_ring.index(0)._reinterpret(dtype, [KEYS, HEAD_DIM], kv_shared)
         q_first = q_ring.index(0)._reinterpret(dtype, [QUERIES, HEAD_DIM], q_shared)
@@ -493,7 +522,7 @@ def _consume(
         q = q_ring.index(at)._reinterpret(dtype, [QUERIES, HEAD_DIM], q_shared)
         dout = do_ring.index(at)._reinterpret(dtype, [QUERIES, HEAD_DIM], q_shared)
         stats = stats_ring.index(at)._reinterpret(gl.float32, [2, QUERIES], flat)
-        if AHEAD:
+        if AHEAD > 0:
             mbarrier.wait(do_full.index(at), phase)
             s = warpgroup_mma_wait(0, deps=[s_next])
             dp_next = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -529,7 +558,7 @@ def _consume(
         ds = gl.convert_layout(ds, p_layout)
         dk_next = warpgroup_mma(ds, q, dk, use_acc=goes_on, is_async=True)
         share, dv, weights = warpgroup_mma_wait(1, deps=[dq_next, dv_next, weights])
-        if AHEAD:  # the scores of the next tile, perhaps of the next block, run beside the end of this one
+        if AHEAD == 1:
             ahead = (count + 1) % STAGES
             mbarrier.wait(q_full.index(ahead), ((count + 1) // STAGES) & 1)
             flags_ahead = get(notes, 8 * ahead, 8)
@@ -540,22 +569,35 @@ def _consume(
             s_ahead = warpgroup_mma(k_ahead, q_ahead.permute((1, 0)), s, use_acc=False, is_async=True)
         place = get(notes, 8 * at + 1, 8)
         turn_at = count % 2
-        mbarrier.wait(turn.index(turn_at), (count // 2) & 1)
         address = scratch_ptr.to(gl.int64) + place.to(gl.int64) * (4 * QUERIES * HEAD_DIM)
         mode = gl.where(flags & LAST != 0, 2, gl.where(flags & FRESH != 0, 0, 1))
+        if NO_ADD == 1:
+            mode = 2
+        mbarrier.wait(turn.index(turn_at), (count // 2) & 1)
         _add_share(address, share, mode, QUERIES * HEAD_DIM // 256)
-        if AHEAD:
+        mbarrier.arrive(done.index(turn_at), count=1)
+        if AHEAD == 1:
             dk, ds = warpgroup_mma_wait(1, deps=[dk_next, ds])
             s_next = s_ahead
-        else:
+        if AHEAD == 0:
             dk, ds = warpgroup_mma_wait(0, deps=[dk_next, ds])
         if flags & LAST != 0:
             if flags & FRESH == 0:
                 share += _sum_so_far(address, share, QUERIES * HEAD_DIM // 256)
             _store(dq_ptr, share * scale, get(notes, 8 * at + 4, 8), get(notes, 8 * at + 5, 8),
                    get(notes, 8 * at + 6, 8) * HEAD_DIM, q_stride, QUERIES, HEAD_DIM)
+        if AHEAD == 2:
+            ahead = (count + 1) % STAGES
+            mbarrier.wait(q_full.index(ahead), ((count + 1) // STAGES) & 1)
+            flags_ahead = get(notes, 8 * ahead, 8)
+            kv_ahead = kv_count + gl.where(flags & ENDS != 0, 1, 0)
+            mbarrier.wait(kv_full.index(kv_ahead % 2), (kv_ahead // 2) & 1, pred=flags_ahead >= 0)
+            k_ahead = k_ring.index(kv_ahead % 2)._reinterpret(dtype, [KEYS, HEAD_DIM], kv_shared)
+            q_ahead = q_ring.index(ahead)._reinterpret(dtype, [QUERIES, HEAD_DIM], q_shared)
+            s_ahead = warpgroup_mma(k_ahead, q_ahead.permute((1, 0)), s, use_acc=False, is_async=True)
+            dk, ds = warpgroup_mma_wait(1, deps=[dk_next, ds])
+            s_next = s_ahead
         mbarrier.arrive(empty.index(at), count=1)
-        mbarrier.arrive(done.index(turn_at), count=1)
         if flags & ENDS != 0:
             k.store((dk * scale).to(dtype))
             v.store(dv.to(dtype))
@@ -563,12 +605,12 @@ def _consume(
             mbarrier.arrive(staged.index(kv), count=1)
             kv_count += 1
         count += 1
-        if AHEAD:
+        if AHEAD > 0:
             flags = flags_ahead
         else:
             mbarrier.wait(q_full.index(count % STAGES), (count // STAGES) & 1)
             flags = get(notes, 8 * (count % STAGES), 8)
-    if AHEAD:
+    if AHEAD > 0:
         warpgroup_mma_wait(0, deps=[s_next, dk, dv])
 
 
