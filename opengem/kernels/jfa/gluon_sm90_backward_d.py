@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from opengem.kernels.jfa import triton as portable
-from opengem.kernels.jfa.gluon_sm90 import BOUND, LOG2E, get, load_rows, put, ragged, takes
+from opengem.kernels.jfa.gluon_sm90 import BOUND, LOG2E, get, load_rows, matrix, put, ragged, takes
 from opengem.kernels.jfa.reference import Options
 from opengem.kernels.launch import aligned, launch, multiprocessors
 
@@ -48,9 +48,10 @@ ENDS = gl.constexpr(2)
 MASKED = gl.constexpr(4)
 FRESH = gl.constexpr(8)  # the first block, the last block to add to this tile of dq
 LAST = gl.constexpr(16)
-EARLY = gl.constexpr(int(os.environ.get("JFA_EARLY", "4")))
 AHEAD_FULL = gl.constexpr(int(os.environ.get("JFA_AHEAD_FULL", "1")))
-AHEAD_MASK = gl.constexpr(int(os.environ.get("JFA_AHEAD_MASK", "0")))
+AHEAD_MASK = gl.constexpr(int(os.environ.get("JFA_AHEAD_MASK", "1")))
+END_LATE = gl.constexpr(int(os.environ.get("JFA_END_LATE", "1")))
+TELL = gl.constexpr(int(os.environ.get("JFA_TELL", "1")))
 NO_ADD = gl.constexpr(int(os.environ.get("JFA_NO_ADD", "0")))
 NO_TURN = gl.constexpr(int(os.environ.get("JFA_NO_TURN", "0")))
 
@@ -335,69 +336,47 @@ def _produce(
 
 
 @gluon.jit
-def _take_item(counter_ptr, claims, claimed, taken, count):
-    """The next item, also for the producer."""
-    item = gl.atomic_add(counter_ptr, 1, sem="relaxed") + gl.num_programs(0)
-    at = count % 2
-    mbarrier.wait(taken.index(at), ((count // 2) & 1) ^ 1)
-    put(claims, at, item)
-    mbarrier.arrive(claimed.index(at), count=1)
-    return item
-
-
-@gluon.jit
 def _await_turns(
     counters_ptr, records_ptr, claims, orders, turn, done, told, claimed, taken, slots, items, q_slots, limit, left,
     right, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, QUERIES: gl.constexpr,
     KEYS: gl.constexpr):
-    """Announces the block's turns and takes its next item.
-
-    Taking an item early lets the producer load ahead, but whoever holds an item and waits for a turn must not hold
-    another item of the same sample and head: the one may be waiting for the other. So it is taken early only once the
-    queue has passed them all; else when no turn is left to wait for.
-    """
     count = 0
     claim_count = 0
-    counter_ptr = counters_ptr + items // slots * GROUP * q_slots
     item = gl.program_id(0)
     while item < items:
         head, k_begin, n, tile, q_begin, m, q_slot, low, high, begin = _plan(
             item, records_ptr, slots, limit, left, right, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS)
-        following = -1
-        early = gl.maximum(GROUP * (high - low) - EARLY, 0)
-        if EARLY == 0:
-            early = -1
-        for trip in range(GROUP * (high - low)):
-            member = trip // gl.maximum(high - low, 1)
-            query_tile = begin + trip - member * (high - low)
-            query_tile = gl.where(query_tile >= high, query_tile - (high - low), query_tile)
-            place = (head * GROUP + member) * q_slots + q_slot + query_tile
-            rank = _rank(query_tile, tile, n, m, limit, right, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS)
-            if NO_TURN == 1:
-                rank = 0
-            at = count % 2
-            mbarrier.wait(told.index(at), ((count // 2) & 1) ^ 1)
-            gl.inline_asm_elementwise(
-                """{
-                .reg .pred behind;
-                .reg .s32 value;
-                again:
-                ld.acquire.gpu.global.s32 value, [$1];
-                setp.lt.s32 behind, value, $2;
-                @behind bra again;
-                mov.s32 $0, value;
-                }""", "=r,l,r", [(counters_ptr + place).to(gl.int64), rank], gl.int32, is_pure=False, pack=1)
-            put(orders, 2 * at, place)
-            put(orders, 2 * at + 1, rank + 1)
-            mbarrier.arrive(turn.index(at), count=1)
-            count += 1
-            if trip == early:  # noqa: SIM102 (the second condition is an access to memory)
-                # The last item of this sample and head is that of key tile 0.
-                if gl.atomic_add(counter_ptr, 0, sem="relaxed") + gl.num_programs(0) > item + tile:
-                    following = _take_item(counter_ptr, claims, claimed, taken, claim_count)
-        if following < 0:
-            following = _take_item(counter_ptr, claims, claimed, taken, claim_count)
-        item = following
+        for member in range(GROUP):
+            base = (head * GROUP + member) * q_slots + q_slot
+            for trip in range(high - low):
+                query_tile = begin + trip
+                query_tile = gl.where(query_tile >= high, query_tile - (high - low), query_tile)
+                rank = _rank(query_tile, tile, n, m, limit, right, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS)
+                if NO_TURN == 1:
+                    rank = 0
+                at = count % 2
+                mbarrier.wait(told.index(at), ((count // 2) & 1) ^ 1)
+                gl.inline_asm_elementwise(
+                    """{
+                    .reg .pred behind;
+                    .reg .s32 value;
+                    again:
+                    ld.acquire.gpu.global.s32 value, [$1];
+                    setp.lt.s32 behind, value, $2;
+                    @behind bra again;
+                    mov.s32 $0, value;
+                    }""", "=r,l,r", [(counters_ptr + base + query_tile).to(gl.int64), rank], gl.int32, is_pure=False,
+                    pack=1)
+                put(orders, 2 * at, base + query_tile)
+                put(orders, 2 * at + 1, rank + 1)
+                mbarrier.arrive(turn.index(at), count=1)
+                count += 1
+        # No turn is left to wait for, so taking an item cannot keep others from theirs.
+        item = gl.atomic_add(counters_ptr + items // slots * GROUP * q_slots, 1, sem="relaxed") + gl.num_programs(0)
+        at = claim_count % 2
+        mbarrier.wait(taken.index(at), ((claim_count // 2) & 1) ^ 1)
+        put(claims, at, item)
+        mbarrier.arrive(claimed.index(at), count=1)
         claim_count += 1
     at = count % 2
     mbarrier.wait(told.index(at), ((count // 2) & 1) ^ 1)
@@ -487,7 +466,7 @@ def _store(base, tile, row, rows, column, stride, ROWS: gl.constexpr, HEAD_DIM: 
 
 @gluon.jit
 def _consume(
-    dq_ptr, scratch_ptr, k_ring, v_ring, q_ring, do_ring, stats_ring, ds_ring, notes, kv_full, staged, q_full, do_full,
+    dq_ptr, scratch_ptr, k_ring, v_ring, q_ring, do_ring, stats_ring, steps, ds_ring, notes, kv_full, staged, q_full, do_full,
     empty, turn, done, q_stride, scale, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HEAD_DIM: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr):
     dtype: gl.constexpr = k_ring.dtype
@@ -496,32 +475,24 @@ def _consume(
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [QUERIES // 16, 128 // QUERIES], [16, HEAD_DIM * QUERIES // 128, 16])
-    kv_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, HEAD_DIM], dtype)
-    q_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([QUERIES, HEAD_DIM], dtype)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     scale2 = scale * LOG2E
+    steps.store(gl.arange(0, KEYS, gl.SliceLayout(1, s_layout)))
     count = 0
     kv_count = 0
-    flags_before = 0
     zero = gl.zeros([KEYS, QUERIES], gl.float32, s_layout)
-    nothing = gl.zeros([QUERIES, HEAD_DIM], gl.float32, dq_layout)
     dk = gl.zeros([KEYS, HEAD_DIM], gl.float32, o_layout)
     dv = gl.zeros([KEYS, HEAD_DIM], gl.float32, o_layout)
-    mbarrier.wait(q_full.index(0), 0)
-    flags = get(notes, 0, 8)
-    mbarrier.wait(kv_full.index(0), 0, pred=flags >= 0)
-    k_first = k_ring.index(0)._reinterpret(dtype, [KEYS, HEAD_DIM], kv_shared)
-    q_first = q_ring.index(0)._reinterpret(dtype, [QUERIES, HEAD_DIM], q_shared)
-    s_next = warpgroup_mma(k_first, q_first.permute((1, 0)), zero, use_acc=False, is_async=True)
+    flags_before = 0
+    nothing = gl.zeros([QUERIES, HEAD_DIM], gl.float32, dq_layout)
+    s_next, flags = _next_scores(k_ring, q_ring, notes, q_full, kv_full, 0, 0, zero, HEAD_DIM, QUERIES, KEYS, STAGES)
     while flags >= 0:
         at = count % STAGES
-        kv = kv_count % 2
-        new = flags & STARTS != 0
-        kv_before = gl.where(new & (count > 0), (kv_count + 1) % 2, kv)
-        k_before = k_ring.index(kv_before)._reinterpret(dtype, [KEYS, HEAD_DIM], kv_shared)
-        v = v_ring.index(kv)._reinterpret(dtype, [KEYS, HEAD_DIM], kv_shared)
-        q = q_ring.index(at)._reinterpret(dtype, [QUERIES, HEAD_DIM], q_shared)
-        dout = do_ring.index(at)._reinterpret(dtype, [QUERIES, HEAD_DIM], q_shared)
+        starts = (flags & STARTS != 0) & (count > 0)
+        k_before = matrix(k_ring.index((kv_count + gl.where(starts, 1, 0)) % 2), KEYS, HEAD_DIM)
+        v = matrix(v_ring.index(kv_count % 2), KEYS, HEAD_DIM)
+        q = matrix(q_ring.index(at), QUERIES, HEAD_DIM)
+        dout = matrix(do_ring.index(at), QUERIES, HEAD_DIM)
         stats = stats_ring.index(at)._reinterpret(gl.float32, [2, QUERIES], flat)
         mbarrier.wait(do_full.index(at), (count // STAGES) & 1)
         s = warpgroup_mma_wait(0, deps=[s_next])
@@ -532,8 +503,9 @@ def _consume(
         p = gl.exp2(s * scale2 - lse2[None, :])
         if flags & MASKED != 0:
             first = get(notes, 8 * at + 2, 8)
-            key = gl.arange(0, KEYS, gl.SliceLayout(1, s_layout))
-            step = first + gl.arange(0, QUERIES, gl.SliceLayout(0, s_layout))
+            # The numbers 0, 1, 2, ... from shared memory: of constants the compiler would keep dozens in registers.
+            key = steps.load(gl.SliceLayout(1, s_layout))
+            step = first + steps.slice(0, QUERIES).load(gl.SliceLayout(0, s_layout))
             visible = (key < get(notes, 8 * at + 3, 8))[:, None]
             if HAS_RIGHT:
                 visible = visible & (key[:, None] <= step[None, :] + right)
@@ -543,45 +515,31 @@ def _consume(
         weights = gl.convert_layout(p.to(dtype), p_layout)
         delta = stats.index(1).load(gl.SliceLayout(0, s_layout))
         dp, share = warpgroup_mma_wait(0, deps=[dp_next, dq_next])
-        if new & (count > 0):
-            v_before = v_ring.index(kv_before)._reinterpret(dtype, [KEYS, HEAD_DIM], kv_shared)
-            k_before.store((dk * scale).to(dtype))
-            v_before.store(dv.to(dtype))
-            fence_async_shared()
-            mbarrier.arrive(staged.index(kv_before), count=1)
-        dv_next = warpgroup_mma(weights, dout, dv, use_acc=flags & STARTS == 0, is_async=True)
+        if starts:
+            _stage(dk * scale, dv, kv_count + 1, k_ring, v_ring, staged, HEAD_DIM, KEYS)
+        goes_on = flags & STARTS == 0
+        dv_next = warpgroup_mma(weights, dout, dv, use_acc=goes_on, is_async=True)
         ds = (p * (dp - delta[None, :])).to(dtype)
         ds_ring.index(count % 2).store(ds)
         ds = gl.convert_layout(ds, p_layout)
         fence_async_shared()
-        dk_next = warpgroup_mma(ds, q, dk, use_acc=flags & STARTS == 0, is_async=True)
+        dk_next = warpgroup_mma(ds, q, dk, use_acc=goes_on, is_async=True)
         if count > 0:
             _hand_over(share, flags_before, count - 1, dq_ptr, scratch_ptr, notes, empty, turn, done, q_stride, scale,
                        HEAD_DIM, QUERIES, STAGES)
-        ahead = (count + 1) % STAGES
-        mbarrier.wait(q_full.index(ahead), ((count + 1) // STAGES) & 1)
-        flags_ahead = get(notes, 8 * ahead, 8)
         kv_count += gl.where(flags & ENDS != 0, 1, 0)
-        mbarrier.wait(kv_full.index(kv_count % 2), (kv_count // 2) & 1, pred=flags_ahead >= 0)
-        k_ahead = k_ring.index(kv_count % 2)._reinterpret(dtype, [KEYS, HEAD_DIM], kv_shared)
-        q_ahead = q_ring.index(ahead)._reinterpret(dtype, [QUERIES, HEAD_DIM], q_shared)
-        s_next = warpgroup_mma(k_ahead, q_ahead.permute((1, 0)), s, use_acc=False, is_async=True)
-        dk, ds, dv, weights = warpgroup_mma_wait(1, deps=[dk_next, ds, dv_next, weights])
         flags_before = flags
+        s_next, flags = _next_scores(
+            k_ring, q_ring, notes, q_full, kv_full, count + 1, kv_count, s, HEAD_DIM, QUERIES, KEYS, STAGES)
+        dk, ds, dv, weights = warpgroup_mma_wait(1, deps=[dk_next, ds, dv_next, weights])
         count += 1
-        flags = flags_ahead
-    warpgroup_mma_wait(0, deps=[s_next])
+    dk, dv, s_next = warpgroup_mma_wait(0, deps=[dk, dv, s_next])
     if count > 0:
-        kv_before = (kv_count + 1) % 2
-        k_before = k_ring.index(kv_before)._reinterpret(dtype, [KEYS, HEAD_DIM], kv_shared)
-        v_before = v_ring.index(kv_before)._reinterpret(dtype, [KEYS, HEAD_DIM], kv_shared)
+        k_before = matrix(k_ring.index((kv_count + 1) % 2), KEYS, HEAD_DIM)
         share = warpgroup_mma(
             ds_ring.index((count + 1) % 2).permute((1, 0)), k_before, nothing, use_acc=False, is_async=True)
         share = warpgroup_mma_wait(0, deps=[share])
-        k_before.store((dk * scale).to(dtype))
-        v_before.store(dv.to(dtype))
-        fence_async_shared()
-        mbarrier.arrive(staged.index(kv_before), count=1)
+        _stage(dk * scale, dv, kv_count + 1, k_ring, v_ring, staged, HEAD_DIM, KEYS)
         _hand_over(share, flags_before, count - 1, dq_ptr, scratch_ptr, notes, empty, turn, done, q_stride, scale,
                    HEAD_DIM, QUERIES, STAGES)
 
@@ -592,18 +550,41 @@ def _hand_over(
     QUERIES: gl.constexpr, STAGES: gl.constexpr):
     """Add the share of tile `count` to dq in turn, and give its places back."""
     at = count % STAGES
-    turn_at = count % 2
     address = scratch_ptr.to(gl.int64) + get(notes, 8 * at + 1, 8).to(gl.int64) * (4 * QUERIES * HEAD_DIM)
     mode = gl.where(flags & LAST != 0, 2, gl.where(flags & FRESH != 0, 0, 1))
-    mbarrier.wait(turn.index(turn_at), (count // 2) & 1)
+    mbarrier.wait(turn.index(count % 2), (count // 2) & 1)
     _add_share(address, share, mode, QUERIES * HEAD_DIM // 256)
-    mbarrier.arrive(done.index(turn_at), count=1)
+    mbarrier.arrive(done.index(count % 2), count=1)
     if flags & LAST != 0:
         if flags & FRESH == 0:
             share += _sum_so_far(address, share, QUERIES * HEAD_DIM // 256)
         _store(dq_ptr, share * scale, get(notes, 8 * at + 4, 8), get(notes, 8 * at + 5, 8),
                get(notes, 8 * at + 6, 8) * HEAD_DIM, q_stride, QUERIES, HEAD_DIM)
     mbarrier.arrive(empty.index(at), count=1)
+
+
+@gluon.jit
+def _next_scores(
+    k_ring, q_ring, notes, q_full, kv_full, count, kv_count, s, HEAD_DIM: gl.constexpr, QUERIES: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr):
+    """(scores of tile `count`, in flight; its flags): they run beside the end of the tile before."""
+    at = count % STAGES
+    mbarrier.wait(q_full.index(at), (count // STAGES) & 1)
+    flags = get(notes, 8 * at, 8)
+    mbarrier.wait(kv_full.index(kv_count % 2), (kv_count // 2) & 1, pred=flags >= 0)
+    q = matrix(q_ring.index(at), QUERIES, HEAD_DIM)
+    s = warpgroup_mma(
+        matrix(k_ring.index(kv_count % 2), KEYS, HEAD_DIM), q.permute((1, 0)), s, use_acc=False, is_async=True)
+    return s, flags
+
+
+@gluon.jit
+def _stage(dk, dv, kv, k_ring, v_ring, staged, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr):
+    """dk and dv into the places of k and v, for the producer to write back."""
+    matrix(k_ring.index(kv % 2), KEYS, HEAD_DIM).store(dk.to(k_ring.dtype))
+    matrix(v_ring.index(kv % 2), KEYS, HEAD_DIM).store(dv.to(k_ring.dtype))
+    fence_async_shared()
+    mbarrier.arrive(staged.index(kv % 2), count=1)
 
 
 @gluon.jit(do_not_specialize=["slots", "items", "q_slots", "limit", "left", "right"])
@@ -621,6 +602,7 @@ def _backward_kernel(
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], dtype)
     ds_ring = gl.allocate_shared_memory(dtype, [2, KEYS, QUERIES], ds_layout)
     notes = gl.allocate_shared_memory(gl.int32, [8 * STAGES, 1], numbers)
+    steps = gl.allocate_shared_memory(gl.int32, [KEYS], numbers)
     places = gl.allocate_shared_memory(gl.int32, [8, 1], numbers)
     claims = gl.allocate_shared_memory(gl.int32, [2, 1], numbers)
     orders = gl.allocate_shared_memory(gl.int32, [4, 1], numbers)
@@ -647,7 +629,7 @@ def _backward_kernel(
         mbarrier.init(claimed.index(i), count=1)
         mbarrier.init(taken.index(i), count=1)
     gl.warp_specialize([
-        (_consume, (dq_ptr, scratch_ptr, k_ring, v_ring, q_ring, do_ring, stats_ring, ds_ring, notes, kv_full, staged,
+        (_consume, (dq_ptr, scratch_ptr, k_ring, v_ring, q_ring, do_ring, stats_ring, steps, ds_ring, notes, kv_full, staged,
                     q_full, do_full, empty, turn, done, q_stride, scale, left, right, HAS_LEFT, HAS_RIGHT, HEAD_DIM,
                     QUERIES, KEYS, STAGES)),
         (_produce, (q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, records_ptr, k_ring, v_ring, q_ring,
