@@ -51,6 +51,8 @@ LAST = gl.constexpr(16)
 AHEAD_FULL = gl.constexpr(int(os.environ.get("JFA_AHEAD_FULL", "1")))
 AHEAD_MASK = gl.constexpr(int(os.environ.get("JFA_AHEAD_MASK", "1")))
 END_LATE = gl.constexpr(int(os.environ.get("JFA_END_LATE", "1")))
+LPT = gl.constexpr(os.environ.get("JFA_LPT", "0") == "1")
+SORTED = gl.constexpr(2048)  # samples; sorting more takes longer than it saves
 TELL = gl.constexpr(int(os.environ.get("JFA_TELL", "1")))
 NO_ADD = gl.constexpr(int(os.environ.get("JFA_NO_ADD", "0")))
 NO_TURN = gl.constexpr(int(os.environ.get("JFA_NO_TURN", "0")))
@@ -75,6 +77,22 @@ def _find(offsets_ptr, slot, total, batch, steps, BLOCK: tl.constexpr):
     return low, begin, end - begin, slot - (begin // BLOCK + low)
 
 
+@triton.jit
+def _tiles_of_longer(
+    q_offsets_ptr, kv_offsets_ptr, work, sample, batch, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """Key tiles of the samples with more work than `work`, or as much and a smaller number than `sample`."""
+    found = tl.zeros([256], tl.int32)
+    for start in range(0, batch, 256):
+        other = start + tl.arange(0, 256)
+        real = other < batch
+        m = tl.load(q_offsets_ptr + other + 1, mask=real, other=0) - tl.load(q_offsets_ptr + other, mask=real, other=0)
+        n = tl.load(kv_offsets_ptr + other + 1, mask=real, other=0) - tl.load(kv_offsets_ptr + other, mask=real, other=0)
+        tiles = ((n + KEYS - 1) // KEYS).to(tl.int32)
+        theirs = ((m + QUERIES - 1) // QUERIES).to(tl.int32) * tiles
+        found += tl.where(real & ((theirs > work) | ((theirs == work) & (other < sample))), tiles, 0)
+    return tl.sum(found, 0)
+
+
 @triton.jit(do_not_specialize=["total_q", "total_kv", "batch", "steps", "q_slots", "kv_slots", "left", "right"])
 def _prepare_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, dq_ptr, dk_ptr, dv_ptr, stats_ptr, counters_ptr, records_ptr, q_offsets_ptr,
@@ -94,13 +112,23 @@ def _prepare_kernel(
         q_begin = tl.load(q_offsets_ptr + sample).to(tl.int32)
         q_end = tl.load(q_offsets_ptr + sample + 1, mask=sample < batch, other=0).to(tl.int32)
         m = tl.where(sample < batch, q_end - q_begin, 0)
-        tile = (n + KEYS - 1) // KEYS - 1 - place  # the last keys first: see _turn
-        tl.store(records_ptr + slot, k_begin)
-        tl.store(records_ptr + kv_slots + slot, n)
-        tl.store(records_ptr + 2 * kv_slots + slot, tile)
-        tl.store(records_ptr + 3 * kv_slots + slot, q_begin)
-        tl.store(records_ptr + 4 * kv_slots + slot, m)
-        tl.store(records_ptr + 5 * kv_slots + slot, q_begin // QUERIES + sample)
+        tiles = (n + KEYS - 1) // KEYS
+        tile = tiles - 1 - place  # the last keys first: see _turn
+        to = slot
+        real = slot >= 0
+        if LPT:
+            if batch <= SORTED:
+                real = (tile >= 0) & (sample < batch)
+                all_tiles = _tiles_of_longer(q_offsets_ptr, kv_offsets_ptr, -1, 0, batch, QUERIES, KEYS)
+                tl.store(records_ptr + 2 * kv_slots + slot, -1, mask=slot >= all_tiles)
+                work = (m + QUERIES - 1) // QUERIES * tiles
+                to = place + _tiles_of_longer(q_offsets_ptr, kv_offsets_ptr, work, sample, batch, QUERIES, KEYS)
+        tl.store(records_ptr + to, k_begin, mask=real)
+        tl.store(records_ptr + kv_slots + to, n, mask=real)
+        tl.store(records_ptr + 2 * kv_slots + to, tile, mask=real)
+        tl.store(records_ptr + 3 * kv_slots + to, q_begin, mask=real)
+        tl.store(records_ptr + 4 * kv_slots + to, m, mask=real)
+        tl.store(records_ptr + 5 * kv_slots + to, q_begin // QUERIES + sample, mask=real)
         unseen = m == 0
         if HAS_LEFT:
             unseen = unseen | (tile * KEYS + KEYS - 1 + left - (n - m) < 0)
