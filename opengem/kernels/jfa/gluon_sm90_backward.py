@@ -53,6 +53,7 @@ AHEAD_MASK = gl.constexpr(int(os.environ.get("JFA_AHEAD_MASK", "1")))
 END_LATE = gl.constexpr(int(os.environ.get("JFA_END_LATE", "1")))
 LPT = gl.constexpr(os.environ.get("JFA_LPT", "0") == "1")
 SORTED = gl.constexpr(2048)  # samples; sorting more takes longer than it saves
+SUM = gl.constexpr(int(os.environ.get("JFA_SUM", "0")))
 TELL = gl.constexpr(int(os.environ.get("JFA_TELL", "1")))
 NO_ADD = gl.constexpr(int(os.environ.get("JFA_NO_ADD", "0")))
 NO_TURN = gl.constexpr(int(os.environ.get("JFA_NO_TURN", "0")))
@@ -552,12 +553,19 @@ def _consume(
         dq_next = warpgroup_mma(ds_tile.permute((1, 0)), k, share, use_acc=False, is_async=True)
         ds = gl.convert_layout(ds, p_layout)
         dk_next = warpgroup_mma(ds, q, dk, use_acc=goes_on, is_async=True)
+        address = scratch_ptr.to(gl.int64) + get(notes, 8 * at + 1, 8).to(gl.int64) * (4 * QUERIES * HEAD_DIM)
+        if SUM == 1:
+            before = gl.zeros([QUERIES, HEAD_DIM], gl.float32, dq_layout)
+            if flags & (LAST + FRESH) == LAST:
+                mbarrier.wait(turn.index(count % 2), (count // 2) & 1)
+                before = _sum_so_far(address, before, QUERIES * HEAD_DIM // 256)
         share, dv, weights = warpgroup_mma_wait(1, deps=[dq_next, dv_next, weights])
+        if SUM == 1:
+            share += before
         if AHEAD == 1:
             s_ahead, flags_ahead = _next_scores(
                 k_ring, q_ring, notes, q_full, kv_full, count + 1, kv_count + gl.where(flags & ENDS != 0, 1, 0), s,
                 HEAD_DIM, QUERIES, KEYS, STAGES)
-        address = scratch_ptr.to(gl.int64) + get(notes, 8 * at + 1, 8).to(gl.int64) * (4 * QUERIES * HEAD_DIM)
         mode = gl.where(flags & LAST != 0, 2, gl.where(flags & FRESH != 0, 0, 1))
         if NO_ADD == 1:
             mode = 2
@@ -569,8 +577,9 @@ def _consume(
         if AHEAD == 1:
             dk, ds = warpgroup_mma_wait(1, deps=[dk_next, ds])
         if flags & LAST != 0:
-            if flags & FRESH == 0:
-                share += _sum_so_far(address, share, QUERIES * HEAD_DIM // 256)
+            if SUM == 0:
+                if flags & FRESH == 0:
+                    share += _sum_so_far(address, share, QUERIES * HEAD_DIM // 256)
             _store(dq_ptr, share * scale, get(notes, 8 * at + 4, 8), get(notes, 8 * at + 5, 8),
                    get(notes, 8 * at + 6, 8) * HEAD_DIM, q_stride, QUERIES, HEAD_DIM)
         if AHEAD == 2:

@@ -53,6 +53,7 @@ AHEAD_MASK = gl.constexpr(int(os.environ.get("JFA_AHEAD_MASK", "1")))
 END_LATE = gl.constexpr(int(os.environ.get("JFA_END_LATE", "1")))
 LPT = gl.constexpr(os.environ.get("JFA_LPT", "0") == "1")
 SORTED = gl.constexpr(2048)  # samples; sorting more takes longer than it saves
+SUM = gl.constexpr(int(os.environ.get("JFA_SUM", "0")))
 TELL = gl.constexpr(int(os.environ.get("JFA_TELL", "1")))
 NO_ADD = gl.constexpr(int(os.environ.get("JFA_NO_ADD", "0")))
 NO_TURN = gl.constexpr(int(os.environ.get("JFA_NO_TURN", "0")))
@@ -513,6 +514,7 @@ def _consume(
     dv = gl.zeros([KEYS, HEAD_DIM], gl.float32, o_layout)
     flags_before = 0
     nothing = gl.zeros([QUERIES, HEAD_DIM], gl.float32, dq_layout)
+    start = nothing
     s_next, flags = _next_scores(k_ring, q_ring, notes, q_full, kv_full, 0, 0, zero, HEAD_DIM, QUERIES, KEYS, STAGES)
     while flags >= 0:
         at = count % STAGES
@@ -526,7 +528,8 @@ def _consume(
         s = warpgroup_mma_wait(0, deps=[s_next])
         dp_next = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
         dq_next = warpgroup_mma(
-            ds_ring.index((count + 1) % 2).permute((1, 0)), k_before, nothing, use_acc=False, is_async=True)
+            ds_ring.index((count + 1) % 2).permute((1, 0)), k_before, start, use_acc=flags_before & (LAST + FRESH) == LAST + 64 * (1 - SUM),
+            is_async=True)
         lse2 = stats.index(0).load(gl.SliceLayout(0, s_layout))
         p = gl.exp2(s * scale2 - lse2[None, :])
         if flags & MASKED != 0:
@@ -557,6 +560,12 @@ def _consume(
                        HEAD_DIM, QUERIES, STAGES)
         kv_count += gl.where(flags & ENDS != 0, 1, 0)
         flags_before = flags
+        start = nothing
+        if SUM == 1:
+            if flags & (LAST + FRESH) == LAST:
+                mbarrier.wait(turn.index(count % 2), (count // 2) & 1)
+                address = scratch_ptr.to(gl.int64) + get(notes, 8 * at + 1, 8).to(gl.int64) * (4 * QUERIES * HEAD_DIM)
+                start = _sum_so_far(address, nothing, QUERIES * HEAD_DIM // 256)
         s_next, flags = _next_scores(
             k_ring, q_ring, notes, q_full, kv_full, count + 1, kv_count, s, HEAD_DIM, QUERIES, KEYS, STAGES)
         dk, ds, dv, weights = warpgroup_mma_wait(1, deps=[dk_next, ds, dv_next, weights])
@@ -565,7 +574,8 @@ def _consume(
     if count > 0:
         k_before = matrix(k_ring.index((kv_count + 1) % 2), KEYS, HEAD_DIM)
         share = warpgroup_mma(
-            ds_ring.index((count + 1) % 2).permute((1, 0)), k_before, nothing, use_acc=False, is_async=True)
+            ds_ring.index((count + 1) % 2).permute((1, 0)), k_before, start,
+            use_acc=flags_before & (LAST + FRESH) == LAST + 64 * (1 - SUM), is_async=True)
         share = warpgroup_mma_wait(0, deps=[share])
         _stage(dk * scale, dv, kv_count + 1, k_ring, v_ring, staged, HEAD_DIM, KEYS)
         _hand_over(share, flags_before, count - 1, dq_ptr, scratch_ptr, notes, empty, turn, done, q_stride, scale,
@@ -584,8 +594,9 @@ def _hand_over(
     _add_share(address, share, mode, QUERIES * HEAD_DIM // 256)
     mbarrier.arrive(done.index(count % 2), count=1)
     if flags & LAST != 0:
-        if flags & FRESH == 0:
-            share += _sum_so_far(address, share, QUERIES * HEAD_DIM // 256)
+        if SUM == 0:
+            if flags & FRESH == 0:
+                share += _sum_so_far(address, share, QUERIES * HEAD_DIM // 256)
         _store(dq_ptr, share * scale, get(notes, 8 * at + 4, 8), get(notes, 8 * at + 5, 8),
                get(notes, 8 * at + 6, 8) * HEAD_DIM, q_stride, QUERIES, HEAD_DIM)
     mbarrier.arrive(empty.index(at), count=1)
