@@ -48,30 +48,27 @@ ENDS = gl.constexpr(2)
 MASKED = gl.constexpr(4)
 FRESH = gl.constexpr(8)  # the first block, the last block to add to this tile of dq
 LAST = gl.constexpr(16)
-AHEAD_FULL = gl.constexpr(int(os.environ.get("JFA_AHEAD_FULL", "1")))
-AHEAD_MASK = gl.constexpr(int(os.environ.get("JFA_AHEAD_MASK", "1")))
-END_LATE = gl.constexpr(int(os.environ.get("JFA_END_LATE", "1")))
+TELL = gl.constexpr(int(os.environ.get("JFA_TELL", "-1")))
 LPT = gl.constexpr(os.environ.get("JFA_LPT", "0") == "1")
 SORTED = gl.constexpr(2048)  # samples; sorting more takes longer than it saves
-SUM = gl.constexpr(int(os.environ.get("JFA_SUM", "0")))
-TELL = gl.constexpr(int(os.environ.get("JFA_TELL", "1")))
-NO_ADD = gl.constexpr(int(os.environ.get("JFA_NO_ADD", "0")))
-NO_TURN = gl.constexpr(int(os.environ.get("JFA_NO_TURN", "0")))
 
 
 # ---- before the products -----------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _find(offsets_ptr, slot, total, batch, steps, BLOCK: tl.constexpr):
+def _find(offsets_ptr, slot, total, batch, BLOCK: tl.constexpr):
     """(sample, its first row, its length, number of this tile within it); sample == batch means the unused rows."""
+    lane = tl.arange(0, 128)
     low = 0
-    high = batch
-    for _ in range(steps):
-        middle = (low + high + 1) // 2
-        start = tl.load(offsets_ptr + middle).to(tl.int32) // BLOCK + middle
-        low = tl.where(start <= slot, middle, low)
-        high = tl.where(start <= slot, high, middle - 1)
+    size = batch + 1
+    while size > 1:
+        step = (size + 127) // 128
+        sample = low + lane * step
+        start = tl.load(offsets_ptr + tl.minimum(sample, batch)).to(tl.int32) // BLOCK + sample
+        before = tl.sum(((start <= slot) & (lane * step < size)).to(tl.int32), 0) - 1
+        low += before * step
+        size = tl.minimum(step, size - before * step)
     begin = tl.load(offsets_ptr + low).to(tl.int32)
     end = tl.load(offsets_ptr + low + 1, mask=low < batch, other=0).to(tl.int32)
     end = tl.where(low < batch, end, total)
@@ -94,79 +91,91 @@ def _tiles_of_longer(
     return tl.sum(found, 0)
 
 
-@triton.jit(do_not_specialize=["total_q", "total_kv", "batch", "steps", "q_slots", "kv_slots", "left", "right"])
+@triton.jit(do_not_specialize=["total_q", "total_kv", "batch", "q_slots", "kv_slots", "left", "right"])
 def _prepare_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, dq_ptr, dk_ptr, dv_ptr, stats_ptr, counters_ptr, records_ptr, q_offsets_ptr,
-    kv_offsets_ptr, dout_stride, total_q, total_kv, batch, steps, q_slots, kv_slots, left, right,
+    kv_offsets_ptr, dout_stride, total_q, total_kv, batch, q_slots, kv_slots, left, right,
     HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):
-    """Statistics of a query tile (log-sum-exp in units of log2, delta), its counters, and the record of a key tile.
+    """A program writes the record of a key tile, or the statistics of a query tile and head, and its counter.
 
     Gradients that the main kernel does not write, of rows that see nothing, get zeros here.
     """
-    slot = tl.program_id(0)
-    if slot == 0:
-        tl.store(counters_ptr + HEADS * q_slots, 0)
-    if slot < kv_slots:
-        sample, k_begin, n, place = _find(kv_offsets_ptr, slot, total_kv, batch, steps, KEYS)
-        q_begin = tl.load(q_offsets_ptr + sample).to(tl.int32)
-        q_end = tl.load(q_offsets_ptr + sample + 1, mask=sample < batch, other=0).to(tl.int32)
-        m = tl.where(sample < batch, q_end - q_begin, 0)
-        tiles = (n + KEYS - 1) // KEYS
-        tile = tiles - 1 - place  # the last keys first: see _turn
-        to = slot
-        real = slot >= 0
-        if LPT:
-            if batch <= SORTED:
-                real = (tile >= 0) & (sample < batch)
-                all_tiles = _tiles_of_longer(q_offsets_ptr, kv_offsets_ptr, -1, 0, batch, QUERIES, KEYS)
-                tl.store(records_ptr + 2 * kv_slots + slot, -1, mask=slot >= all_tiles)
-                work = (m + QUERIES - 1) // QUERIES * tiles
-                to = place + _tiles_of_longer(q_offsets_ptr, kv_offsets_ptr, work, sample, batch, QUERIES, KEYS)
-        tl.store(records_ptr + to, k_begin, mask=real)
-        tl.store(records_ptr + kv_slots + to, n, mask=real)
-        tl.store(records_ptr + 2 * kv_slots + to, tile, mask=real)
-        tl.store(records_ptr + 3 * kv_slots + to, q_begin, mask=real)
-        tl.store(records_ptr + 4 * kv_slots + to, m, mask=real)
-        tl.store(records_ptr + 5 * kv_slots + to, q_begin // QUERIES + sample, mask=real)
-        unseen = m == 0
-        if HAS_LEFT:
-            unseen = unseen | (tile * KEYS + KEYS - 1 + left - (n - m) < 0)
-        if HAS_RIGHT:
-            unseen = unseen | (tile * KEYS - right - (n - m) >= (m + QUERIES - 1) // QUERIES * QUERIES)
-        if unseen & (tile >= 0):
-            j = tile * KEYS + tl.arange(0, KEYS)
-            at = (k_begin + j).to(tl.int64)[:, None] * (KV_HEADS * HEAD_DIM) + tl.arange(0, HEAD_DIM)[None, :]
-            for head in range(KV_HEADS):
-                zeros = tl.zeros([KEYS, HEAD_DIM], dk_ptr.dtype.element_ty)
-                tl.store(dk_ptr + at + head * HEAD_DIM, zeros, mask=(j < n)[:, None])
-                tl.store(dv_ptr + at + head * HEAD_DIM, zeros, mask=(j < n)[:, None])
-    if slot < q_slots:
-        sample, q_begin, m, place = _find(q_offsets_ptr, slot, total_q, batch, steps, QUERIES)
+    program = tl.program_id(0)
+    if program < kv_slots:
+        if program == 0:
+            tl.store(counters_ptr + HEADS * q_slots, 0)
+        _record(
+            dk_ptr, dv_ptr, records_ptr, q_offsets_ptr, kv_offsets_ptr, program, total_kv, batch, kv_slots, left, right,
+            HAS_LEFT, HAS_RIGHT, KV_HEADS, HEAD_DIM, QUERIES, KEYS)
+    else:
+        slot = (program - kv_slots) // HEADS
+        head = program - kv_slots - slot * HEADS
+        sample, q_begin, m, place = _find(q_offsets_ptr, slot, total_q, batch, QUERIES)
         first = place * QUERIES
         if first < m:
             step = tl.arange(0, QUERIES)
             live = first + step < m
             row = (q_begin + first + step).to(tl.int64)
-            for head in range(HEADS):
-                column = head * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-                dense = row[:, None] * (HEADS * HEAD_DIM) + column
-                out = tl.load(out_ptr + dense, mask=live[:, None], other=0.0)
-                dout = tl.load(dout_ptr + row[:, None] * dout_stride + column, mask=live[:, None], other=0.0)
-                delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
-                at = head.to(tl.int64) * total_q + row if HEADS > 1 else row
-                if HAS_DLSE:
-                    delta -= tl.load(dlse_ptr + at, mask=live, other=0.0)
-                lse = tl.load(lse_ptr + at, mask=live, other=float("-inf"))
-                dead = lse == float("-inf")
-                zeros = tl.zeros([QUERIES, HEAD_DIM], dq_ptr.dtype.element_ty)
-                tl.store(dq_ptr + dense, zeros, mask=(live & dead)[:, None])
-                tile = (head * q_slots + slot).to(tl.int64)
-                base = stats_ptr + tile * (2 * QUERIES) + step
-                tl.store(base, tl.where(dead, float("inf"), lse * 1.4426950408889634))
-                tl.store(base + QUERIES, tl.where(dead, 0.0, delta))
-                tl.store(counters_ptr + tile, 0)
+            column = head * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+            dense = row[:, None] * (HEADS * HEAD_DIM) + column
+            out = tl.load(out_ptr + dense, mask=live[:, None], other=0.0)
+            dout = tl.load(dout_ptr + row[:, None] * dout_stride + column, mask=live[:, None], other=0.0)
+            delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+            at = head.to(tl.int64) * total_q + row
+            if HAS_DLSE:
+                delta -= tl.load(dlse_ptr + at, mask=live, other=0.0)
+            lse = tl.load(lse_ptr + at, mask=live, other=float("-inf"))
+            dead = lse == float("-inf")
+            zeros = tl.zeros([QUERIES, HEAD_DIM], dq_ptr.dtype.element_ty)
+            tl.store(dq_ptr + dense, zeros, mask=(live & dead)[:, None])
+            tile = (head * q_slots + slot).to(tl.int64)
+            base = stats_ptr + tile * (2 * QUERIES) + step
+            tl.store(base, tl.where(dead, float("inf"), lse * 1.4426950408889634))
+            tl.store(base + QUERIES, tl.where(dead, 0.0, delta))
+            tl.store(counters_ptr + tile, 0)
+
+
+@triton.jit
+def _record(
+    dk_ptr, dv_ptr, records_ptr, q_offsets_ptr, kv_offsets_ptr, slot, total_kv, batch, slots, left, right,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):
+    sample, k_begin, n, place = _find(kv_offsets_ptr, slot, total_kv, batch, KEYS)
+    q_begin = tl.load(q_offsets_ptr + sample).to(tl.int32)
+    q_end = tl.load(q_offsets_ptr + sample + 1, mask=sample < batch, other=0).to(tl.int32)
+    m = tl.where(sample < batch, q_end - q_begin, 0)
+    tiles = (n + KEYS - 1) // KEYS
+    tile = tiles - 1 - place  # the last keys first: see _rank
+    to = slot
+    real = slot >= 0
+    if LPT:
+        if batch <= SORTED:
+            real = (tile >= 0) & (sample < batch)
+            all_tiles = _tiles_of_longer(q_offsets_ptr, kv_offsets_ptr, -1, 0, batch, QUERIES, KEYS)
+            tl.store(records_ptr + 2 * slots + slot, -1, mask=slot >= all_tiles)
+            work = (m + QUERIES - 1) // QUERIES * tiles
+            to = place + _tiles_of_longer(q_offsets_ptr, kv_offsets_ptr, work, sample, batch, QUERIES, KEYS)
+    tl.store(records_ptr + to, k_begin, mask=real)
+    tl.store(records_ptr + slots + to, n, mask=real)
+    tl.store(records_ptr + 2 * slots + to, tile, mask=real)
+    tl.store(records_ptr + 3 * slots + to, q_begin, mask=real)
+    tl.store(records_ptr + 4 * slots + to, m, mask=real)
+    tl.store(records_ptr + 5 * slots + to, q_begin // QUERIES + sample, mask=real)
+    unseen = m == 0
+    if HAS_LEFT:
+        unseen = unseen | (tile * KEYS + KEYS - 1 + left - (n - m) < 0)
+    if HAS_RIGHT:
+        unseen = unseen | (tile * KEYS - right - (n - m) >= (m + QUERIES - 1) // QUERIES * QUERIES)
+    if unseen & (tile >= 0):
+        j = tile * KEYS + tl.arange(0, KEYS)
+        at = (k_begin + j).to(tl.int64)[:, None] * (KV_HEADS * HEAD_DIM) + tl.arange(0, HEAD_DIM)[None, :]
+        zeros = tl.zeros([KEYS, HEAD_DIM], dk_ptr.dtype.element_ty)
+        for head in range(KV_HEADS):
+            tl.store(dk_ptr + at + head * HEAD_DIM, zeros, mask=(j < n)[:, None])
+            tl.store(dv_ptr + at + head * HEAD_DIM, zeros, mask=(j < n)[:, None])
 
 
 # ---- who works on what, and when -----------------------------------------------------------------------------------
@@ -381,8 +390,6 @@ def _await_turns(
                 query_tile = begin + trip
                 query_tile = gl.where(query_tile >= high, query_tile - (high - low), query_tile)
                 rank = _rank(query_tile, tile, n, m, limit, right, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS)
-                if NO_TURN == 1:
-                    rank = 0
                 at = count % 2
                 mbarrier.wait(told.index(at), ((count // 2) & 1) ^ 1)
                 gl.inline_asm_elementwise(
@@ -495,10 +502,12 @@ def _store(base, tile, row, rows, column, stride, ROWS: gl.constexpr, HEAD_DIM: 
 
 @gluon.jit
 def _consume(
-    dq_ptr, scratch_ptr, k_ring, v_ring, q_ring, do_ring, stats_ring, steps, ds_tile, notes, kv_full, staged, q_full, do_full,
-    empty, turn, done, q_stride, scale, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    dq_ptr, scratch_ptr, k_ring, v_ring, q_ring, do_ring, stats_ring, steps, ds_tile, notes, kv_full, staged, q_full,
+    do_full, empty, turn, done, q_stride, scale, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HEAD_DIM: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr):
-    AHEAD: gl.constexpr = AHEAD_MASK if HAS_LEFT or HAS_RIGHT else AHEAD_FULL
+    # Under a causal mask all blocks of a sample end on one query tile, each waiting for the one before: there a sum is
+    # announced before the block waits for its next item.
+    EAGER: gl.constexpr = (HAS_RIGHT and not HAS_LEFT) if TELL < 0 else TELL == 1
     dtype: gl.constexpr = k_ring.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, QUERIES, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, HEAD_DIM, 16])
@@ -525,9 +534,6 @@ def _consume(
         mbarrier.wait(do_full.index(at), (count // STAGES) & 1)
         s = warpgroup_mma_wait(0, deps=[s_next])
         dp_next = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
-        if END_LATE == 1:
-            if (flags & STARTS != 0) & (count > 0):
-                _stage(dk * scale, dv, kv_count + 1, k_ring, v_ring, staged, HEAD_DIM, KEYS)
         lse2 = stats.index(0).load(gl.SliceLayout(0, s_layout))
         p = gl.exp2(s * scale2 - lse2[None, :])
         if flags & MASKED != 0:
@@ -553,54 +559,35 @@ def _consume(
         dq_next = warpgroup_mma(ds_tile.permute((1, 0)), k, share, use_acc=False, is_async=True)
         ds = gl.convert_layout(ds, p_layout)
         dk_next = warpgroup_mma(ds, q, dk, use_acc=goes_on, is_async=True)
-        address = scratch_ptr.to(gl.int64) + get(notes, 8 * at + 1, 8).to(gl.int64) * (4 * QUERIES * HEAD_DIM)
-        if SUM == 1:
-            before = gl.zeros([QUERIES, HEAD_DIM], gl.float32, dq_layout)
-            if flags & (LAST + FRESH) == LAST:
-                mbarrier.wait(turn.index(count % 2), (count // 2) & 1)
-                before = _sum_so_far(address, before, QUERIES * HEAD_DIM // 256)
         share, dv, weights = warpgroup_mma_wait(1, deps=[dq_next, dv_next, weights])
-        if SUM == 1:
-            share += before
-        if AHEAD == 1:
-            s_ahead, flags_ahead = _next_scores(
-                k_ring, q_ring, notes, q_full, kv_full, count + 1, kv_count + gl.where(flags & ENDS != 0, 1, 0), s,
-                HEAD_DIM, QUERIES, KEYS, STAGES)
+        address = scratch_ptr.to(gl.int64) + get(notes, 8 * at + 1, 8).to(gl.int64) * (4 * QUERIES * HEAD_DIM)
         mode = gl.where(flags & LAST != 0, 2, gl.where(flags & FRESH != 0, 0, 1))
-        if NO_ADD == 1:
-            mode = 2
         turn_at = count % 2
         mbarrier.wait(turn.index(turn_at), (count // 2) & 1)
         _add_share(address, share, mode, QUERIES * HEAD_DIM // 256)
-        if TELL == 1:
+        if EAGER:
             mbarrier.arrive(done.index(turn_at), count=1)
-        if AHEAD == 1:
-            dk, ds = warpgroup_mma_wait(1, deps=[dk_next, ds])
         if flags & LAST != 0:
-            if SUM == 0:
-                if flags & FRESH == 0:
-                    share += _sum_so_far(address, share, QUERIES * HEAD_DIM // 256)
+            if flags & FRESH == 0:
+                share += _sum_so_far(address, share, QUERIES * HEAD_DIM // 256)
             _store(dq_ptr, share * scale, get(notes, 8 * at + 4, 8), get(notes, 8 * at + 5, 8),
                    get(notes, 8 * at + 6, 8) * HEAD_DIM, q_stride, QUERIES, HEAD_DIM)
-        if AHEAD == 2:
-            s_ahead, flags_ahead = _next_scores(
-                k_ring, q_ring, notes, q_full, kv_full, count + 1, kv_count + gl.where(flags & ENDS != 0, 1, 0), s,
-                HEAD_DIM, QUERIES, KEYS, STAGES)
-            dk, ds = warpgroup_mma_wait(1, deps=[dk_next, ds])
+        s_next, flags_ahead = _next_scores(
+            k_ring, q_ring, notes, q_full, kv_full, count + 1, kv_count + gl.where(flags & ENDS != 0, 1, 0), s, HEAD_DIM,
+            QUERIES, KEYS, STAGES)
+        dk, ds = warpgroup_mma_wait(1, deps=[dk_next, ds])
         mbarrier.arrive(empty.index(at), count=1)
-        if TELL == 0:
+        if not EAGER:
             mbarrier.arrive(done.index(turn_at), count=1)
         if flags & ENDS != 0:
-            if END_LATE == 0:
-                _stage(dk * scale, dv, kv_count, k_ring, v_ring, staged, HEAD_DIM, KEYS)
+            k.store((dk * scale).to(dtype))
+            v.store(dv.to(dtype))
+            fence_async_shared()
+            mbarrier.arrive(staged.index(kv), count=1)
             kv_count += 1
         count += 1
-        s_next = s_ahead
         flags = flags_ahead
-    dk, dv, s_next = warpgroup_mma_wait(0, deps=[dk, dv, s_next])
-    if END_LATE == 1:
-        if count > 0:
-            _stage(dk * scale, dv, kv_count + 1, k_ring, v_ring, staged, HEAD_DIM, KEYS)
+    warpgroup_mma_wait(0, deps=[s_next, dk, dv])
 
 
 @gluon.jit
@@ -616,15 +603,6 @@ def _next_scores(
     s = warpgroup_mma(
         matrix(k_ring.index(kv_count % 2), KEYS, HEAD_DIM), q.permute((1, 0)), s, use_acc=False, is_async=True)
     return s, flags
-
-
-@gluon.jit
-def _stage(dk, dv, kv, k_ring, v_ring, staged, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr):
-    """dk and dv into the places of k and v, for the producer to write back."""
-    matrix(k_ring.index(kv % 2), KEYS, HEAD_DIM).store(dk.to(k_ring.dtype))
-    matrix(v_ring.index(kv % 2), KEYS, HEAD_DIM).store(dv.to(k_ring.dtype))
-    fence_async_shared()
-    mbarrier.arrive(staged.index(kv % 2), count=1)
 
 
 @gluon.jit(do_not_specialize=["slots", "items", "q_slots", "limit", "left", "right"])
@@ -669,8 +647,8 @@ def _backward_kernel(
         mbarrier.init(claimed.index(i), count=1)
         mbarrier.init(taken.index(i), count=1)
     gl.warp_specialize([
-        (_consume, (dq_ptr, scratch_ptr, k_ring, v_ring, q_ring, do_ring, stats_ring, steps, ds_tile, notes, kv_full, staged,
-                    q_full, do_full, empty, turn, done, q_stride, scale, left, right, HAS_LEFT, HAS_RIGHT, HEAD_DIM,
+        (_consume, (dq_ptr, scratch_ptr, k_ring, v_ring, q_ring, do_ring, stats_ring, steps, ds_tile, notes, kv_full,
+                    staged, q_full, do_full, empty, turn, done, q_stride, scale, left, right, HAS_LEFT, HAS_RIGHT, HEAD_DIM,
                     QUERIES, KEYS, STAGES)),
         (_produce, (q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, records_ptr, k_ring, v_ring, q_ring,
                     do_ring, stats_ring, notes, places, claims, kv_full, staged, q_full, do_full, empty, claimed, taken,
@@ -711,9 +689,9 @@ def backward(
     if aligned(q_offsets, kv_offsets, out, lse, *(() if dlse is None else (dlse,))):
         key = q.device, q.dtype, q_offsets.dtype, kv_offsets.dtype, heads
     launch(
-        _prepare_kernel, (max(q_slots, slots), 1, 1), key and (key, dout.stride(0)),
+        _prepare_kernel, (slots + q_slots * heads, 1, 1), key and (key, dout.stride(0)),
         (out, dout, lse, dlse, dq, dk, dv, stats, counters, records, q_offsets, kv_offsets, dout.stride(0), total,
-         total_kv, batch, batch.bit_length(), q_slots, slots, options.left, options.right),
+         total_kv, batch, q_slots, slots, options.left, options.right),
         (dlse is not None, options.left >= 0, options.right >= 0, heads, kv_heads, dim, QUERIES, KEYS))
     items = slots * kv_heads
     launch(
