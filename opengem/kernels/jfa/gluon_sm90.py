@@ -42,6 +42,29 @@ BOUND = gl.constexpr(1 << 30)
 
 
 @gluon.jit
+def _look(q_offsets_ptr, kv_offsets_ptr, low, slot, lane, batch, ITEM_ROWS: gl.constexpr):
+    """(query offsets, key offsets of 32 samples from `low` on, how many of them start at `slot` or before)."""
+    sample = low + lane
+    q = gl.load(q_offsets_ptr + gl.minimum(sample, batch)).to(gl.int32)
+    k = gl.load(kv_offsets_ptr + gl.minimum(sample, batch)).to(gl.int32)
+    return q, k, gl.sum(((q // ITEM_ROWS + sample <= slot) & (sample <= batch)).to(gl.int32), 0)
+
+
+@gluon.jit
+def _search(q_offsets_ptr, low, slot, lane, batch, ITEM_ROWS: gl.constexpr):
+    """The last sample from `low` on that starts at `slot` or before, in steps of a 32nd of what is left."""
+    size = batch + 1 - low
+    while size > 1:
+        step = (size + 31) // 32
+        sample = low + lane * step
+        start = gl.load(q_offsets_ptr + gl.minimum(sample, batch)).to(gl.int32) // ITEM_ROWS + sample
+        before = gl.sum(((start <= slot) & (lane * step < size)).to(gl.int32), 0) - 1
+        low += before * step
+        size = gl.minimum(step, size - before * step)
+    return low
+
+
+@gluon.jit
 def _schedule(
     q_offsets_ptr, kv_offsets_ptr, queue_ptr, notes, noted, read, slots, heads, batch, total_q,
     ITEM_ROWS: gl.constexpr):
@@ -49,27 +72,22 @@ def _schedule(
     the first, first key row, keys. The last block leaves the queue as it was."""
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     count = 0
+    low = 0  # samples before it are done: slots only grow
     item = gl.atomic_add(queue_ptr, 1, sem="relaxed")
     while item < slots * heads:
         slot = item // heads
         head = item - slot * heads
         item = gl.atomic_add(queue_ptr, 1, sem="relaxed")
-        low = 0
-        size = batch + 1  # sample `batch` stands for the rows behind the last offset, which have no keys
-        while size > 1:
-            step = (size + 31) // 32
-            sample = low + lane * step
-            start = gl.load(q_offsets_ptr + gl.minimum(sample, batch)).to(gl.int32) // ITEM_ROWS + sample
-            before = gl.sum(((start <= slot) & (lane * step < size)).to(gl.int32), 0) - 1
-            low += before * step
-            size = gl.minimum(step, size - before * step)
-        real = low < batch
-        q_begin = gl.load(q_offsets_ptr + low).to(gl.int32)
-        q_end = gl.load(q_offsets_ptr + low + 1, mask=real, other=0).to(gl.int32)
-        k_begin = gl.load(kv_offsets_ptr + low).to(gl.int32)
-        k_end = gl.load(kv_offsets_ptr + low + 1, mask=real, other=0).to(gl.int32)
-        q_end = gl.where(real, q_end, total_q)
-        keys = gl.where(real, k_end - k_begin, 0)
+        q, k, before = _look(q_offsets_ptr, kv_offsets_ptr, low, slot, lane, batch, ITEM_ROWS)
+        if before == 32:  # not among the next 31 samples
+            low = _search(q_offsets_ptr, low, slot, lane, batch, ITEM_ROWS)
+            q, k, before = _look(q_offsets_ptr, kv_offsets_ptr, low, slot, lane, batch, ITEM_ROWS)
+        low += before - 1
+        real = low < batch  # sample `batch` stands for the rows behind the last offset, which have no keys
+        q_begin = gl.sum(gl.where(lane == before - 1, q, 0), 0)
+        k_begin = gl.sum(gl.where(lane == before - 1, k, 0), 0)
+        q_end = gl.where(real, gl.sum(gl.where(lane == before, q, 0), 0), total_q)
+        keys = gl.where(real, gl.sum(gl.where(lane == before, k, 0), 0) - k_begin, 0)
         first = (slot - q_begin // ITEM_ROWS - low) * ITEM_ROWS
         rows = gl.minimum(q_end - q_begin - first, ITEM_ROWS)
         if rows > 0:
