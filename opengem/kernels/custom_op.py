@@ -1,8 +1,8 @@
 """Custom ops with little host time: what `torch.library.custom_op` does, at a small part of the cost of a call.
 
-A call from plain eager code goes to the kernel (or to its `autograd.Function`) directly; the dispatcher, whose two ways
-into Python cost more than all the rest, is asked only where somebody may be listening: a compiler, a dispatch mode (fake
-tensors, FLOP counters), a functional transform, a profiler, a tensor subclass.
+A call from plain eager code goes to the kernel (or to its `autograd.Function`) directly. The dispatcher, whose two ways
+into Python cost more than all the rest, is asked only where somebody may be listening: a compiler, a dispatch mode
+(fake tensors, FLOP counters), a functional transform, a profiler, a tensor subclass.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LIBRARY = torch.library.Library("opengem", "FRAGMENT")
 
 
 def define(name: str, run: Callable, fake: Callable, save: Callable | None = None, gradient: Callable | None = None):
-    """A function that calls the op `opengem::<name>`; the annotations of `run` are its schema, and its outputs are new tensors.
+    """A function that calls the op `opengem::<name>`: the annotations of `run` are its schema, its outputs new tensors.
 
     `fake(*args)` gives outputs of the right shape, `save(ctx, args, outputs)` and `gradient(ctx, *grads)` are as in
     `torch.library.register_autograd`; an op without them, like a second derivative, is an error in autograd.

@@ -2,9 +2,10 @@
 
 Each thread block stays on its multiprocessor and takes items (128 query rows of one sample and head) from a queue, a
 counter in memory, so that blocks end together whatever the lengths. One warp takes the items and finds what they are, a
-producer warp streams Q, K and V tiles into shared memory, two warpgroups of 64 rows each consume them. A consumer issues the scores of the next
-tile before it waits for the current product with V, so its softmax runs beside the tensor cores. Key tiles are visited
-from the last to the first: the ragged tile comes first, masks stay out of the loop over full tiles.
+producer warp streams Q, K and V tiles into shared memory, two warpgroups of 64 rows each consume them. A consumer
+issues the scores of the next tile before it waits for the current product with V, so its softmax runs beside the tensor
+cores. Key tiles are visited from the last to the first: the ragged tile comes first, masks stay out of the loop over
+full tiles.
 
 Tiles end with their sample: `ragged` descriptors read 0 behind it, so a neighbour's NaN stays with the neighbour.
 """
@@ -369,12 +370,15 @@ def _forward_kernel(
         mbarrier.init(v_empty.index(i), count=2)
     # The first function runs on the launch's own four warps; the producer warp is given a warpgroup's place.
     gl.warp_specialize([
-        (_consume, (out_ptr, lse_ptr, numbers, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    heads, total_q, scale2, left, right, HAS_LEFT, HAS_RIGHT, HEAD_DIM, KEYS, STAGES, ITEMS, 0)),
-        (_consume, (out_ptr, lse_ptr, numbers, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    heads, total_q, scale2, left, right, HAS_LEFT, HAS_RIGHT, HEAD_DIM, KEYS, STAGES, ITEMS, 1)),
-        (_produce, (q_desc, k_desc, v_desc, notes, noted, read, numbers, q_ring, k_ring, v_ring, q_full, q_empty, k_full,
-                    k_empty, v_full, v_empty, left, right, GROUP, HAS_LEFT, HAS_RIGHT, HEAD_DIM, KEYS, STAGES, ITEMS)),
+        (_consume, (out_ptr, lse_ptr, numbers, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full,
+                    v_empty, heads, total_q, scale2, left, right, HAS_LEFT, HAS_RIGHT, HEAD_DIM, KEYS, STAGES, ITEMS,
+                    0)),
+        (_consume, (out_ptr, lse_ptr, numbers, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full,
+                    v_empty, heads, total_q, scale2, left, right, HAS_LEFT, HAS_RIGHT, HEAD_DIM, KEYS, STAGES, ITEMS,
+                    1)),
+        (_produce, (q_desc, k_desc, v_desc, notes, noted, read, numbers, q_ring, k_ring, v_ring, q_full, q_empty,
+                    k_full, k_empty, v_full, v_empty, left, right, GROUP, HAS_LEFT, HAS_RIGHT, HEAD_DIM, KEYS, STAGES,
+                    ITEMS)),
         (_schedule, (q_offsets_ptr, kv_offsets_ptr, queue_ptr, notes, noted, read, slots, heads, batch, total_q, ROWS)),
     ], [4, 1, 1], [240, 24, 24])
 

@@ -83,8 +83,9 @@ def _tiles_of_longer(
     for start in range(0, batch, 256):
         other = start + tl.arange(0, 256)
         real = other < batch
-        m = tl.load(q_offsets_ptr + other + 1, mask=real, other=0) - tl.load(q_offsets_ptr + other, mask=real, other=0)
-        n = tl.load(kv_offsets_ptr + other + 1, mask=real, other=0) - tl.load(kv_offsets_ptr + other, mask=real, other=0)
+        q, k = q_offsets_ptr + other, kv_offsets_ptr + other
+        m = tl.load(q + 1, mask=real, other=0) - tl.load(q, mask=real, other=0)
+        n = tl.load(k + 1, mask=real, other=0) - tl.load(k, mask=real, other=0)
         tiles = ((n + KEYS - 1) // KEYS).to(tl.int32)
         theirs = ((m + QUERIES - 1) // QUERIES).to(tl.int32) * tiles
         found += tl.where(real & ((theirs > work) | ((theirs == work) & (other < sample))), tiles, 0)
@@ -573,8 +574,8 @@ def _consume(
             _store(dq_ptr, share * scale, get(notes, 8 * at + 4, 8), get(notes, 8 * at + 5, 8),
                    get(notes, 8 * at + 6, 8) * HEAD_DIM, q_stride, QUERIES, HEAD_DIM)
         s_next, flags_ahead = _next_scores(
-            k_ring, q_ring, notes, q_full, kv_full, count + 1, kv_count + gl.where(flags & ENDS != 0, 1, 0), s, HEAD_DIM,
-            QUERIES, KEYS, STAGES)
+            k_ring, q_ring, notes, q_full, kv_full, count + 1, kv_count + gl.where(flags & ENDS != 0, 1, 0), s,
+            HEAD_DIM, QUERIES, KEYS, STAGES)
         dk, ds = warpgroup_mma_wait(1, deps=[dk_next, ds])
         mbarrier.arrive(empty.index(at), count=1)
         if not EAGER:
@@ -648,8 +649,8 @@ def _backward_kernel(
         mbarrier.init(taken.index(i), count=1)
     gl.warp_specialize([
         (_consume, (dq_ptr, scratch_ptr, k_ring, v_ring, q_ring, do_ring, stats_ring, steps, ds_tile, notes, kv_full,
-                    staged, q_full, do_full, empty, turn, done, q_stride, scale, left, right, HAS_LEFT, HAS_RIGHT, HEAD_DIM,
-                    QUERIES, KEYS, STAGES)),
+                    staged, q_full, do_full, empty, turn, done, q_stride, scale, left, right, HAS_LEFT, HAS_RIGHT,
+                    HEAD_DIM, QUERIES, KEYS, STAGES)),
         (_produce, (q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, records_ptr, k_ring, v_ring, q_ring,
                     do_ring, stats_ring, notes, places, claims, kv_full, staged, q_full, do_full, empty, claimed, taken,
                     slots, items, q_slots, limit, left, right, GROUP, HAS_LEFT, HAS_RIGHT, HEAD_DIM, QUERIES, KEYS,
