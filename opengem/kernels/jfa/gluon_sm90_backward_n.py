@@ -1,0 +1,714 @@
+"""Jagged flash attention backward for Hopper in Gluon: five products a tile, one kernel, equal bits in every run.
+
+An item is 128 rows of keys of one sample and head; blocks take items from a queue. A producer warp streams tiles of Q,
+dO and of the row statistics past them by TMA; eight warps form scores transposed, so that P and dS are left operands
+from registers for dv and dk. dS goes through shared memory once, for dq. dk and dv leave through the places of k and v.
+
+dq is summed in fp32 in a scratch buffer by several blocks, in turn: the blocks of a sample pass over its query tiles
+in staggered order, and each tile has a counter of the blocks that have added to it. One warp waits for the block's
+turn, another announces that the block is done. The first block of a tile stores, the next ones add, the last one adds
+and writes dq. The order depends on the shape of the sample alone, so the bits do not depend on timing. The scratch
+buffer holds a tile in the order of the registers: every thread reads and writes 16 bytes at a time.
+
+No block waits for one that may never run: a queue taken in order, and turns that wait only for earlier items, or
+(full attention, at most half as many blocks a sample as multiprocessors) for blocks of one sample that all fit.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from opengem.kernels.jfa import triton as portable
+from opengem.kernels.jfa.gluon_sm90 import BOUND, LOG2E, get, load_rows, matrix, put, ragged, takes
+from opengem.kernels.jfa.reference import Options
+from opengem.kernels.launch import aligned, launch, multiprocessors
+
+KEYS = 128  # key rows of a block
+QUERIES = 64  # query rows of a tile
+STAGES = {64: 4, 128: 2}  # tiles in flight, by head dimension
+FIELDS = 6
+STARTS = gl.constexpr(1)  # the first tile of a block of keys, its last, partly masked
+ENDS = gl.constexpr(2)
+MASKED = gl.constexpr(4)
+FRESH = gl.constexpr(8)  # the first block, the last block to add to this tile of dq
+LAST = gl.constexpr(16)
+TELL = gl.constexpr(int(os.environ.get("JFA_TELL", "-1")))
+LPT = gl.constexpr(os.environ.get("JFA_LPT", "0") == "1")
+SORTED = gl.constexpr(2048)  # samples; sorting more takes longer than it saves
+
+
+# ---- before the products -----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _find(offsets_ptr, slot, total, batch, BLOCK: tl.constexpr):
+    """(sample, its first row, its length, number of this tile within it); sample == batch means the unused rows."""
+    lane = tl.arange(0, 128)
+    low = 0
+    size = batch + 1
+    while size > 1:
+        step = (size + 127) // 128
+        sample = low + lane * step
+        start = tl.load(offsets_ptr + tl.minimum(sample, batch)).to(tl.int32) // BLOCK + sample
+        before = tl.sum(((start <= slot) & (lane * step < size)).to(tl.int32), 0) - 1
+        low += before * step
+        size = tl.minimum(step, size - before * step)
+    begin = tl.load(offsets_ptr + low).to(tl.int32)
+    end = tl.load(offsets_ptr + low + 1, mask=low < batch, other=0).to(tl.int32)
+    end = tl.where(low < batch, end, total)
+    return low, begin, end - begin, slot - (begin // BLOCK + low)
+
+
+@triton.jit
+def _tiles_of_longer(
+    q_offsets_ptr, kv_offsets_ptr, work, sample, batch, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """Key tiles of the samples with more work than `work`, or as much and a smaller number than `sample`."""
+    found = tl.zeros([256], tl.int32)
+    for start in range(0, batch, 256):
+        other = start + tl.arange(0, 256)
+        real = other < batch
+        q, k = q_offsets_ptr + other, kv_offsets_ptr + other
+        m = tl.load(q + 1, mask=real, other=0) - tl.load(q, mask=real, other=0)
+        n = tl.load(k + 1, mask=real, other=0) - tl.load(k, mask=real, other=0)
+        tiles = ((n + KEYS - 1) // KEYS).to(tl.int32)
+        theirs = ((m + QUERIES - 1) // QUERIES).to(tl.int32) * tiles
+        found += tl.where(real & ((theirs > work) | ((theirs == work) & (other < sample))), tiles, 0)
+    return tl.sum(found, 0)
+
+
+@triton.jit(do_not_specialize=["total_q", "total_kv", "batch", "q_slots", "kv_slots", "left", "right"])
+def _prepare_kernel(
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, dq_ptr, dk_ptr, dv_ptr, stats_ptr, counters_ptr, records_ptr, q_offsets_ptr,
+    kv_offsets_ptr, dout_stride, total_q, total_kv, batch, q_slots, kv_slots, left, right,
+    HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):
+    """A program writes the record of a key tile, or the statistics of a query tile and head, and its counter.
+
+    Gradients that the main kernel does not write, of rows that see nothing, get zeros here.
+    """
+    program = tl.program_id(0)
+    if program < kv_slots:
+        if program == 0:
+            tl.store(counters_ptr + HEADS * q_slots, 0)
+        _record(
+            dk_ptr, dv_ptr, records_ptr, q_offsets_ptr, kv_offsets_ptr, program, total_kv, batch, kv_slots, left, right,
+            HAS_LEFT, HAS_RIGHT, KV_HEADS, HEAD_DIM, QUERIES, KEYS)
+    else:
+        slot = (program - kv_slots) // HEADS
+        head = program - kv_slots - slot * HEADS
+        sample, q_begin, m, place = _find(q_offsets_ptr, slot, total_q, batch, QUERIES)
+        first = place * QUERIES
+        if first < m:
+            step = tl.arange(0, QUERIES)
+            live = first + step < m
+            row = (q_begin + first + step).to(tl.int64)
+            column = head * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+            dense = row[:, None] * (HEADS * HEAD_DIM) + column
+            out = tl.load(out_ptr + dense, mask=live[:, None], other=0.0)
+            dout = tl.load(dout_ptr + row[:, None] * dout_stride + column, mask=live[:, None], other=0.0)
+            delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+            at = head.to(tl.int64) * total_q + row
+            if HAS_DLSE:
+                delta -= tl.load(dlse_ptr + at, mask=live, other=0.0)
+            lse = tl.load(lse_ptr + at, mask=live, other=float("-inf"))
+            dead = lse == float("-inf")
+            zeros = tl.zeros([QUERIES, HEAD_DIM], dq_ptr.dtype.element_ty)
+            tl.store(dq_ptr + dense, zeros, mask=(live & dead)[:, None])
+            tile = (head * q_slots + slot).to(tl.int64)
+            base = stats_ptr + tile * (2 * QUERIES) + step
+            tl.store(base, tl.where(dead, float("inf"), lse * 1.4426950408889634))
+            tl.store(base + QUERIES, tl.where(dead, 0.0, delta))
+            tl.store(counters_ptr + tile, 0)
+
+
+@triton.jit
+def _record(
+    dk_ptr, dv_ptr, records_ptr, q_offsets_ptr, kv_offsets_ptr, slot, total_kv, batch, slots, left, right,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):
+    sample, k_begin, n, place = _find(kv_offsets_ptr, slot, total_kv, batch, KEYS)
+    q_begin = tl.load(q_offsets_ptr + sample).to(tl.int32)
+    q_end = tl.load(q_offsets_ptr + sample + 1, mask=sample < batch, other=0).to(tl.int32)
+    m = tl.where(sample < batch, q_end - q_begin, 0)
+    tiles = (n + KEYS - 1) // KEYS
+    tile = tiles - 1 - place  # the last keys first: see _rank
+    to = slot
+    real = slot >= 0
+    if LPT:
+        if batch <= SORTED:
+            real = (tile >= 0) & (sample < batch)
+            all_tiles = _tiles_of_longer(q_offsets_ptr, kv_offsets_ptr, -1, 0, batch, QUERIES, KEYS)
+            tl.store(records_ptr + 2 * slots + slot, -1, mask=slot >= all_tiles)
+            work = (m + QUERIES - 1) // QUERIES * tiles
+            to = place + _tiles_of_longer(q_offsets_ptr, kv_offsets_ptr, work, sample, batch, QUERIES, KEYS)
+    tl.store(records_ptr + to, k_begin, mask=real)
+    tl.store(records_ptr + slots + to, n, mask=real)
+    tl.store(records_ptr + 2 * slots + to, tile, mask=real)
+    tl.store(records_ptr + 3 * slots + to, q_begin, mask=real)
+    tl.store(records_ptr + 4 * slots + to, m, mask=real)
+    tl.store(records_ptr + 5 * slots + to, q_begin // QUERIES + sample, mask=real)
+    unseen = m == 0
+    if HAS_LEFT:
+        unseen = unseen | (tile * KEYS + KEYS - 1 + left - (n - m) < 0)
+    if HAS_RIGHT:
+        unseen = unseen | (tile * KEYS - right - (n - m) >= (m + QUERIES - 1) // QUERIES * QUERIES)
+    if unseen & (tile >= 0):
+        j = tile * KEYS + tl.arange(0, KEYS)
+        at = (k_begin + j).to(tl.int64)[:, None] * (KV_HEADS * HEAD_DIM) + tl.arange(0, HEAD_DIM)[None, :]
+        zeros = tl.zeros([KEYS, HEAD_DIM], dk_ptr.dtype.element_ty)
+        for head in range(KV_HEADS):
+            tl.store(dk_ptr + at + head * HEAD_DIM, zeros, mask=(j < n)[:, None])
+            tl.store(dv_ptr + at + head * HEAD_DIM, zeros, mask=(j < n)[:, None])
+
+
+# ---- who works on what, and when -----------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _low(tile, gap, right, tiles, HAS_RIGHT: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr):
+    """The first query tile that sees key tile `tile`; `gap` is keys less queries."""
+    low = 0
+    if HAS_RIGHT:
+        low = gl.minimum(gl.maximum(tile * KEYS - right - gap, 0) // QUERIES, tiles)
+    return low
+
+
+@gluon.jit
+def _high(tile, gap, left, tiles, HAS_LEFT: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr):
+    """One past the last query tile that sees key tile `tile`."""
+    high = tiles
+    if HAS_LEFT:
+        last = tile * KEYS + KEYS - 1 + left - gap
+        high = gl.where(last < 0, 0, gl.minimum(gl.maximum(last, 0) // QUERIES + 1, tiles))
+    return high
+
+
+@gluon.jit
+def _plan(
+    item, records_ptr, slots, limit, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    QUERIES: gl.constexpr, KEYS: gl.constexpr):
+    """(kv head, first key row, keys, key tile, first query row, queries, first query slot, low, high, begin)."""
+    head = item // slots
+    slot = item - head * slots
+    k_begin = gl.load(records_ptr + slot)
+    n = gl.load(records_ptr + slots + slot)
+    tile = gl.load(records_ptr + 2 * slots + slot)
+    q_begin = gl.load(records_ptr + 3 * slots + slot)
+    m = gl.load(records_ptr + 4 * slots + slot)
+    q_slot = gl.load(records_ptr + 5 * slots + slot)
+    tiles = (m + QUERIES - 1) // QUERIES
+    low = _low(tile, n - m, right, tiles, HAS_RIGHT, QUERIES, KEYS)
+    high = _high(tile, n - m, left, tiles, HAS_LEFT, QUERIES, KEYS)
+    begin = low
+    if not HAS_LEFT and not HAS_RIGHT:
+        owners = (n + KEYS - 1) // KEYS
+        begin = gl.where(owners <= limit, tile * tiles // gl.maximum(owners, 1), 0)
+    high = gl.where(tile >= 0, high, low)
+    return head, k_begin, n, tile, q_begin, m, q_slot, low, high, begin
+
+
+@gluon.jit
+def _firsts_and_lasts(
+    tile, n, m, low, high, begin, limit, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    QUERIES: gl.constexpr, KEYS: gl.constexpr):
+    """(low, high) of the query tiles to which this block is the first to add, and of those to which it is the last."""
+    gap = n - m
+    owners = (n + KEYS - 1) // KEYS
+    tiles = (m + QUERIES - 1) // QUERIES
+    fresh_low = low
+    fresh_high = high
+    last_low = low
+    last_high = high
+    if HAS_RIGHT:  # noqa: SIM102 (a constant and a value of the kernel do not combine)
+        if tile < owners - 1:
+            fresh_high = _low(tile + 1, gap, right, tiles, HAS_RIGHT, QUERIES, KEYS)
+    if HAS_LEFT:  # noqa: SIM102
+        if tile > 0:
+            last_low = _high(tile - 1, gap, left, tiles, HAS_LEFT, QUERIES, KEYS)
+    if HAS_RIGHT and not HAS_LEFT:
+        last_high = gl.where(tile == 0, high, 0)
+    if HAS_LEFT and not HAS_RIGHT:
+        fresh_high = gl.where(tile == owners - 1, high, 0)
+    if not HAS_LEFT and not HAS_RIGHT:
+        staggered = owners <= limit
+        whole = gl.maximum(owners, 1)
+        before = gl.where(tile == 0, owners - 1, tile - 1)
+        fresh_low = gl.where(staggered, begin, 0)
+        fresh_high = gl.where(staggered, (tile + 1) * tiles // whole, gl.where(tile == owners - 1, tiles, 0))
+        last_low = gl.where(staggered, before * tiles // whole, 0)
+        last_high = gl.where(staggered, (before + 1) * tiles // whole, gl.where(tile == 0, tiles, 0))
+    return fresh_low, fresh_high, last_low, last_high
+
+
+@gluon.jit
+def _rank(
+    query_tile, tile, n, m, limit, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, QUERIES: gl.constexpr,
+    KEYS: gl.constexpr):
+    """How many blocks add to the query tile before the owner of key tile `tile` does.
+
+    Key tiles take turns from the last that sees the query tile downwards. Where all see all (and all blocks of a sample
+    run at once) they start staggered and wrap round: from the last that has started by then, downwards, and then from
+    the very last.
+    """
+    owners = (n + KEYS - 1) // KEYS
+    if HAS_RIGHT:
+        rank = gl.minimum(owners - 1, (query_tile * QUERIES + QUERIES - 1 + n - m + right) // KEYS) - tile
+    else:
+        rank = owners - 1 - tile
+    if not HAS_LEFT and not HAS_RIGHT:
+        tiles = (m + QUERIES - 1) // QUERIES
+        started = ((query_tile + 1) * owners + tiles - 1) // tiles
+        wrapped = gl.where(tile < started, started - 1 - tile, started + owners - 1 - tile)
+        rank = gl.where(owners <= limit, wrapped, rank)
+    return rank
+
+
+# ---- the warps beside the products ---------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _write_back(kv, dk_desc, dv_desc, k_ring, v_ring, places):
+    """dk and dv, which have taken the places of k and v, to global memory."""
+    end = get(places, 4 * kv, 1)
+    row = get(places, 4 * kv + 1, 1)
+    column = get(places, 4 * kv + 2, 1)
+    tma.async_copy_shared_to_global(dk_desc, [BOUND, end, row, column], k_ring.index(kv))
+    tma.async_copy_shared_to_global(dv_desc, [BOUND, end, row, column], v_ring.index(kv))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _produce(
+    q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, records_ptr, k_ring, v_ring, q_ring, do_ring,
+    stats_ring, notes, places, claims, kv_full, staged, q_full, do_full, empty, claimed, taken, slots, items, q_slots,
+    limit, left, right, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HEAD_DIM: gl.constexpr,
+    QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr):
+    count = 0
+    kv_count = 0
+    claim_count = 0
+    item = gl.program_id(0)
+    while item < items:
+        head, k_begin, n, tile, q_begin, m, q_slot, low, high, begin = _plan(
+            item, records_ptr, slots, limit, left, right, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS)
+        if high > low:
+            kv = kv_count % 2
+            mbarrier.wait(staged.index(kv), ((kv_count // 2) & 1) ^ 1)
+            if kv_count >= 2:
+                _write_back(kv, dk_desc, dv_desc, k_ring, v_ring, places)
+            put(places, 4 * kv, k_begin + n)
+            put(places, 4 * kv + 1, BOUND - n + tile * KEYS)
+            put(places, 4 * kv + 2, head * HEAD_DIM)
+            mbarrier.expect(kv_full.index(kv), 2 * k_desc.block_type.nbytes)
+            load_rows(k_desc, k_begin, n, tile * KEYS, head * HEAD_DIM, kv_full.index(kv), k_ring.index(kv))
+            load_rows(v_desc, k_begin, n, tile * KEYS, head * HEAD_DIM, kv_full.index(kv), v_ring.index(kv))
+            kv_count += 1
+            fresh_low, fresh_high, last_low, last_high = _firsts_and_lasts(
+                tile, n, m, low, high, begin, limit, left, right, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS)
+            for member in range(GROUP):
+                q_head = head * GROUP + member
+                for trip in range(high - low):
+                    query_tile = begin + trip
+                    query_tile = gl.where(query_tile >= high, query_tile - (high - low), query_tile)
+                    first = query_tile * QUERIES + n - m - tile * KEYS  # position of the first query over the first key
+                    masked = n - tile * KEYS < KEYS
+                    if HAS_RIGHT:
+                        masked = masked | (first + right < KEYS - 1)
+                    if HAS_LEFT:
+                        masked = masked | (first + QUERIES - 1 > left)
+                    fresh = (query_tile >= fresh_low) & (query_tile < fresh_high)
+                    last = (query_tile >= last_low) & (query_tile < last_high)
+                    starts = (trip == 0) & (member == 0)
+                    ends = (trip == high - low - 1) & (member == GROUP - 1)
+                    flags = gl.where(starts, STARTS, 0) + gl.where(ends, ENDS, 0) + gl.where(masked, MASKED, 0)
+                    flags += gl.where(fresh, FRESH, 0) + gl.where(last, LAST, 0)
+                    at = count % STAGES
+                    mbarrier.wait(empty.index(at), ((count // STAGES) & 1) ^ 1)
+                    put(notes, 8 * at, flags)
+                    put(notes, 8 * at + 1, q_head * q_slots + q_slot + query_tile)
+                    put(notes, 8 * at + 2, first)
+                    put(notes, 8 * at + 3, n - tile * KEYS)
+                    put(notes, 8 * at + 4, q_begin + query_tile * QUERIES)
+                    put(notes, 8 * at + 5, m - query_tile * QUERIES)
+                    put(notes, 8 * at + 6, q_head)
+                    mbarrier.expect(q_full.index(at), q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
+                    load_rows(q_desc, q_begin, m, query_tile * QUERIES, q_head * HEAD_DIM, q_full.index(at),
+                               q_ring.index(at))
+                    tma.async_copy_global_to_shared(
+                        stats_desc, [2 * (q_head * q_slots + q_slot + query_tile), 0], q_full.index(at),
+                        stats_ring.index(at))
+                    mbarrier.expect(do_full.index(at), do_desc.block_type.nbytes)
+                    load_rows(do_desc, q_begin, m, query_tile * QUERIES, q_head * HEAD_DIM, do_full.index(at),
+                               do_ring.index(at))
+                    count += 1
+        at = claim_count % 2
+        mbarrier.wait(claimed.index(at), (claim_count // 2) & 1)
+        item = get(claims, at, 1)
+        mbarrier.arrive(taken.index(at), count=1)
+        claim_count += 1
+    at = count % STAGES
+    mbarrier.wait(empty.index(at), ((count // STAGES) & 1) ^ 1)
+    put(notes, 8 * at, -1)
+    mbarrier.arrive(q_full.index(at), count=1)
+    left_over = gl.minimum(kv_count, 2)
+    for back in range(left_over):
+        block = kv_count - left_over + back
+        mbarrier.wait(staged.index(block % 2), (block // 2) & 1)
+        _write_back(block % 2, dk_desc, dv_desc, k_ring, v_ring, places)
+
+
+@gluon.jit
+def _await_turns(
+    counters_ptr, records_ptr, claims, orders, turn, done, told, claimed, taken, slots, items, q_slots, limit, left,
+    right, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, QUERIES: gl.constexpr,
+    KEYS: gl.constexpr):
+    count = 0
+    claim_count = 0
+    item = gl.program_id(0)
+    while item < items:
+        head, k_begin, n, tile, q_begin, m, q_slot, low, high, begin = _plan(
+            item, records_ptr, slots, limit, left, right, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS)
+        for member in range(GROUP):
+            base = (head * GROUP + member) * q_slots + q_slot
+            for trip in range(high - low):
+                query_tile = begin + trip
+                query_tile = gl.where(query_tile >= high, query_tile - (high - low), query_tile)
+                rank = _rank(query_tile, tile, n, m, limit, right, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS)
+                at = count % 2
+                mbarrier.wait(told.index(at), ((count // 2) & 1) ^ 1)
+                gl.inline_asm_elementwise(
+                    """{
+                    .reg .pred behind;
+                    .reg .s32 value;
+                    again:
+                    ld.acquire.gpu.global.s32 value, [$1];
+                    setp.lt.s32 behind, value, $2;
+                    @behind bra again;
+                    mov.s32 $0, value;
+                    }""", "=r,l,r", [(counters_ptr + base + query_tile).to(gl.int64), rank], gl.int32, is_pure=False,
+                    pack=1)
+                put(orders, 2 * at, base + query_tile)
+                put(orders, 2 * at + 1, rank + 1)
+                mbarrier.arrive(turn.index(at), count=1)
+                count += 1
+        # No turn is left to wait for, so taking an item cannot keep others from theirs.
+        item = gl.atomic_add(counters_ptr + items // slots * GROUP * q_slots, 1, sem="relaxed") + gl.num_programs(0)
+        at = claim_count % 2
+        mbarrier.wait(taken.index(at), ((claim_count // 2) & 1) ^ 1)
+        put(claims, at, item)
+        mbarrier.arrive(claimed.index(at), count=1)
+        claim_count += 1
+    at = count % 2
+    mbarrier.wait(told.index(at), ((count // 2) & 1) ^ 1)
+    put(orders, 2 * at, -1)
+    mbarrier.arrive(done.index(at), count=1)
+
+
+@gluon.jit
+def _tell(counters_ptr, orders, done, told):
+    mbarrier.wait(done.index(0), 0)
+    place = get(orders, 0, 1)
+    count = 0
+    while place >= 0:
+        at = count % 2
+        gl.inline_asm_elementwise(
+            """{
+            fence.acq_rel.gpu;
+            st.release.gpu.global.s32 [$1], $2;
+            mov.s32 $0, $2;
+            }""", "=r,l,r", [(counters_ptr + place).to(gl.int64), get(orders, 2 * at + 1, 1)], gl.int32, is_pure=False,
+            pack=1)
+        mbarrier.arrive(told.index(at), count=1)
+        count += 1
+        at = count % 2
+        mbarrier.wait(done.index(at), (count // 2) & 1)
+        place = get(orders, 2 * at, 1)
+
+
+# ---- products ------------------------------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def _adding(values):
+    """PTX that stores or adds `values` numbers of each thread: of operand $1 (what to do), $2 (where), $3 (what)."""
+    operands = [f"${values // 4 + i * values}" for i in range(3)]
+    parts = [f"[at + {1024 * i}], {{${base}, ${base + 1}, ${base + 2}, ${base + 3}}};"
+             for i in range(0, values, 4) for base in [values // 4 + 2 * values + i]]
+    return "\n".join([
+        "{", ".reg .pred fresh, more;", ".reg .u32 thread;", ".reg .u64 at;", "mov.u32 thread, %tid.x;",
+        f"mad.wide.u32 at, thread, 16, {operands[1]};", f"setp.eq.s32 fresh, {operands[0]}, 0;",
+        f"setp.eq.s32 more, {operands[0]}, 1;", *(f"@fresh st.global.v4.f32 {part}" for part in parts),
+        *(f"@more red.relaxed.gpu.global.add.v4.f32 {part}" for part in parts), "}"])
+
+
+@gluon.constexpr_function
+def _adding_operands(values):
+    return ",".join(["=r"] * (values // 4) + ["r"] * values + ["l"] * values + ["f"] * values)
+
+
+@gluon.constexpr_function
+def _reading(values):
+    return "\n".join([
+        "{", ".reg .u32 thread;", ".reg .u64 at;", "mov.u32 thread, %tid.x;",
+        f"mad.wide.u32 at, thread, 16, ${values};",
+        *(f"ld.relaxed.gpu.global.v4.f32 {{${i}, ${i + 1}, ${i + 2}, ${i + 3}}}, [at + {1024 * i}];"
+          for i in range(0, values, 4)), "}"])
+
+
+@gluon.constexpr_function
+def _reading_operands(values):
+    return ",".join(["=&f"] * values + ["l"] * values + ["f"] * values)
+
+
+@gluon.jit
+def _add_share(address, share, mode, VALUES: gl.constexpr):
+    """Store (mode 0) or add (mode 1) the numbers that each of 256 threads has of `share`; mode 2 does nothing."""
+    gl.inline_asm_elementwise(
+        _adding(VALUES), _adding_operands(VALUES), [mode, address, share], gl.int8, is_pure=False, pack=VALUES)
+
+
+@gluon.jit
+def _sum_so_far(address, share, VALUES: gl.constexpr):
+    """What the blocks before have added, as `share` holds it."""
+    return gl.inline_asm_elementwise(
+        _reading(VALUES), _reading_operands(VALUES), [address, share], gl.float32, is_pure=False, pack=VALUES)
+
+
+@gluon.jit
+def _store(base, tile, row, rows, column, stride, ROWS: gl.constexpr, HEAD_DIM: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [8, 1], [1, 0])
+    own = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    columns = column + gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout))
+    address = (row + own).to(gl.int64)[:, None] * stride + columns[None, :]
+    value = gl.convert_layout(tile.to(base.dtype.element_ty), layout)
+    gl.store(base + address, value, mask=(own < rows)[:, None])
+
+
+@gluon.jit
+def _consume(
+    dq_ptr, scratch_ptr, k_ring, v_ring, q_ring, do_ring, stats_ring, steps, ds_tile, notes, kv_full, staged, q_full,
+    do_full, empty, turn, done, q_stride, scale, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    HEAD_DIM: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr):
+    # Under a causal mask all blocks of a sample end on one query tile, each waiting for the one before: there a sum is
+    # announced before the block waits for its next item.
+    EAGER: gl.constexpr = (HAS_RIGHT and not HAS_LEFT) if TELL < 0 else TELL == 1
+    dtype: gl.constexpr = k_ring.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, QUERIES, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, HEAD_DIM, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [QUERIES // 16, 128 // QUERIES], [16, HEAD_DIM * QUERIES // 128, 16])
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    scale2 = scale * LOG2E
+    steps.store(gl.arange(0, KEYS, gl.SliceLayout(1, s_layout)))
+    count = 0
+    kv_count = 0
+    zero = gl.zeros([KEYS, QUERIES], gl.float32, s_layout)
+    dk = gl.zeros([KEYS, HEAD_DIM], gl.float32, o_layout)
+    dv = gl.zeros([KEYS, HEAD_DIM], gl.float32, o_layout)
+    s_next, flags = _next_scores(k_ring, q_ring, notes, q_full, kv_full, 0, 0, zero, HEAD_DIM, QUERIES, KEYS, STAGES)
+    while flags >= 0:
+        at = count % STAGES
+        kv = kv_count % 2
+        k = matrix(k_ring.index(kv), KEYS, HEAD_DIM)
+        v = matrix(v_ring.index(kv), KEYS, HEAD_DIM)
+        q = matrix(q_ring.index(at), QUERIES, HEAD_DIM)
+        dout = matrix(do_ring.index(at), QUERIES, HEAD_DIM)
+        stats = stats_ring.index(at)._reinterpret(gl.float32, [2, QUERIES], flat)
+        mbarrier.wait(do_full.index(at), (count // STAGES) & 1)
+        s = warpgroup_mma_wait(0, deps=[s_next])
+        dp_next = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
+        lse2 = stats.index(0).load(gl.SliceLayout(0, s_layout))
+        p = gl.exp2(s * scale2 - lse2[None, :])
+        if flags & MASKED != 0:
+            first = get(notes, 8 * at + 2, 8)
+            # The numbers 0, 1, 2, ... from shared memory: of constants the compiler would keep dozens in registers.
+            key = steps.load(gl.SliceLayout(1, s_layout))
+            step = first + steps.slice(0, QUERIES).load(gl.SliceLayout(0, s_layout))
+            visible = (key < get(notes, 8 * at + 3, 8))[:, None]
+            if HAS_RIGHT:
+                visible = visible & (key[:, None] <= step[None, :] + right)
+            if HAS_LEFT:
+                visible = visible & (key[:, None] >= step[None, :] - left)
+            p = gl.where(visible, p, 0.0)
+        weights = gl.convert_layout(p.to(dtype), p_layout)
+        goes_on = flags & STARTS == 0
+        dv_next = warpgroup_mma(weights, dout, dv, use_acc=goes_on, is_async=True)
+        delta = stats.index(1).load(gl.SliceLayout(0, s_layout))
+        dp = warpgroup_mma_wait(1, deps=[dp_next])
+        ds = (p * (dp - delta[None, :])).to(dtype)
+        ds_tile.store(ds)
+        fence_async_shared()
+        share = gl.zeros([QUERIES, HEAD_DIM], gl.float32, dq_layout)
+        dq_next = warpgroup_mma(ds_tile.permute((1, 0)), k, share, use_acc=False, is_async=True)
+        ds = gl.convert_layout(ds, p_layout)
+        dk_next = warpgroup_mma(ds, q, dk, use_acc=goes_on, is_async=True)
+        share, dv, weights = warpgroup_mma_wait(1, deps=[dq_next, dv_next, weights])
+        address = scratch_ptr.to(gl.int64) + get(notes, 8 * at + 1, 8).to(gl.int64) * (4 * QUERIES * HEAD_DIM)
+        mode = gl.where(flags & LAST != 0, 2, gl.where(flags & FRESH != 0, 0, 1))
+        mode = mode * 0 + 2  # no share is added: results are wrong, times true
+        turn_at = count % 2
+        mbarrier.wait(turn.index(turn_at), (count // 2) & 1)
+        _add_share(address, share, mode, QUERIES * HEAD_DIM // 256)
+        if EAGER:
+            mbarrier.arrive(done.index(turn_at), count=1)
+        if flags & LAST != 0:
+            if flags & FRESH == 0:
+                share += _sum_so_far(address, share, QUERIES * HEAD_DIM // 256)
+            _store(dq_ptr, share * scale, get(notes, 8 * at + 4, 8), get(notes, 8 * at + 5, 8),
+                   get(notes, 8 * at + 6, 8) * HEAD_DIM, q_stride, QUERIES, HEAD_DIM)
+        s_next, flags_ahead = _next_scores(
+            k_ring, q_ring, notes, q_full, kv_full, count + 1, kv_count + gl.where(flags & ENDS != 0, 1, 0), s,
+            HEAD_DIM, QUERIES, KEYS, STAGES)
+        dk, ds = warpgroup_mma_wait(1, deps=[dk_next, ds])
+        mbarrier.arrive(empty.index(at), count=1)
+        if not EAGER:
+            mbarrier.arrive(done.index(turn_at), count=1)
+        if flags & ENDS != 0:
+            k.store((dk * scale).to(dtype))
+            v.store(dv.to(dtype))
+            fence_async_shared()
+            mbarrier.arrive(staged.index(kv), count=1)
+            kv_count += 1
+        count += 1
+        flags = flags_ahead
+    warpgroup_mma_wait(0, deps=[s_next, dk, dv])
+
+
+@gluon.jit
+def _next_scores(
+    k_ring, q_ring, notes, q_full, kv_full, count, kv_count, s, HEAD_DIM: gl.constexpr, QUERIES: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr):
+    """(scores of tile `count`, in flight; its flags): they run beside the end of the tile before."""
+    at = count % STAGES
+    mbarrier.wait(q_full.index(at), (count // STAGES) & 1)
+    flags = get(notes, 8 * at, 8)
+    mbarrier.wait(kv_full.index(kv_count % 2), (kv_count // 2) & 1, pred=flags >= 0)
+    q = matrix(q_ring.index(at), QUERIES, HEAD_DIM)
+    s = warpgroup_mma(
+        matrix(k_ring.index(kv_count % 2), KEYS, HEAD_DIM), q.permute((1, 0)), s, use_acc=False, is_async=True)
+    return s, flags
+
+
+@gluon.jit(do_not_specialize=["slots", "items", "q_slots", "limit", "left", "right"])
+def _backward_kernel(
+    q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, dq_ptr, scratch_ptr, counters_ptr, records_ptr,
+    slots, items, q_slots, q_stride, scale, limit, left, right, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HEAD_DIM: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr):
+    dtype: gl.constexpr = q_desc.dtype
+    numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    k_ring = gl.allocate_shared_memory(dtype, [2, 1, 1, KEYS, HEAD_DIM], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(dtype, [2, 1, 1, KEYS, HEAD_DIM], v_desc.layout)
+    q_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QUERIES, HEAD_DIM], q_desc.layout)
+    do_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, QUERIES, HEAD_DIM], do_desc.layout)
+    stats_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 2, QUERIES], stats_desc.layout)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], dtype)
+    ds_tile = gl.allocate_shared_memory(dtype, [KEYS, QUERIES], ds_layout)
+    notes = gl.allocate_shared_memory(gl.int32, [8 * STAGES, 1], numbers)
+    steps = gl.allocate_shared_memory(gl.int32, [KEYS], numbers)
+    places = gl.allocate_shared_memory(gl.int32, [8, 1], numbers)
+    claims = gl.allocate_shared_memory(gl.int32, [2, 1], numbers)
+    orders = gl.allocate_shared_memory(gl.int32, [4, 1], numbers)
+    kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    staged = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    done = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    claimed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(do_full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(kv_full.index(i), count=1)
+        mbarrier.init(staged.index(i), count=1)
+        mbarrier.init(turn.index(i), count=1)
+        mbarrier.init(done.index(i), count=1)
+        mbarrier.init(told.index(i), count=1)
+        mbarrier.init(claimed.index(i), count=1)
+        mbarrier.init(taken.index(i), count=1)
+    gl.warp_specialize([
+        (_consume, (dq_ptr, scratch_ptr, k_ring, v_ring, q_ring, do_ring, stats_ring, steps, ds_tile, notes, kv_full,
+                    staged, q_full, do_full, empty, turn, done, q_stride, scale, left, right, HAS_LEFT, HAS_RIGHT,
+                    HEAD_DIM, QUERIES, KEYS, STAGES)),
+        (_produce, (q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, records_ptr, k_ring, v_ring, q_ring,
+                    do_ring, stats_ring, notes, places, claims, kv_full, staged, q_full, do_full, empty, claimed, taken,
+                    slots, items, q_slots, limit, left, right, GROUP, HAS_LEFT, HAS_RIGHT, HEAD_DIM, QUERIES, KEYS,
+                    STAGES)),
+        (_await_turns, (counters_ptr, records_ptr, claims, orders, turn, done, told, claimed, taken, slots, items,
+                        q_slots, limit, left, right, GROUP, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS)),
+        (_tell, (counters_ptr, orders, done, told)),
+    ], [1, 1, 1], [24, 24, 24])
+
+
+# ---- launch --------------------------------------------------------------------------------------------------------
+
+
+def backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    q_offsets: Tensor, kv_offsets: Tensor, bias: Tensor | None, max_q: int, max_kv: int, options: Options,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `reference.backward`, for what `takes` says; everything else goes to the portable kernels.
+
+    So do few queries against many keys (`2 * max_q < max_kv`): more blocks would wait for their turn than work.
+    """
+    dout = dout if dout.stride(2) == 1 and dout.stride(1) == dout.shape[2] else dout.contiguous()
+    if 2 * max_q < max_kv or not (takes(q, k, v, bias) and takes(dout, k, v, bias)):
+        return portable.backward(
+            dout, dlse, q, k, v, out, lse, q_offsets, kv_offsets, bias, max_q, max_kv, options)
+    total, heads, dim = q.shape
+    total_kv, kv_heads, _ = k.shape
+    batch = q_offsets.shape[0] - 1
+    dlse = None if dlse is None else dlse.contiguous()
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    q_slots, slots = total // QUERIES + batch + 1, total_kv // KEYS + batch + 1
+    stats = torch.empty((heads * q_slots * 2, QUERIES), dtype=torch.float32, device=q.device)
+    scratch = torch.empty(heads * q_slots * QUERIES * dim, dtype=torch.float32, device=q.device)
+    counters = torch.empty(heads * q_slots + 1, dtype=torch.int32, device=q.device)
+    records = torch.empty(FIELDS * slots, dtype=torch.int32, device=q.device)
+    key = None
+    if aligned(q_offsets, kv_offsets, out, lse, *(() if dlse is None else (dlse,))):
+        key = q.device, q.dtype, q_offsets.dtype, kv_offsets.dtype, heads
+    launch(
+        _prepare_kernel, (slots + q_slots * heads, 1, 1), key and (key, dout.stride(0)),
+        (out, dout, lse, dlse, dq, dk, dv, stats, counters, records, q_offsets, kv_offsets, dout.stride(0), total,
+         total_kv, batch, q_slots, slots, options.left, options.right),
+        (dlse is not None, options.left >= 0, options.right >= 0, heads, kv_heads, dim, QUERIES, KEYS))
+    items = slots * kv_heads
+    launch(
+        _backward_kernel, (min(multiprocessors(q.device), items), 1, 1), key,
+        (ragged(q, QUERIES), ragged(k, KEYS), ragged(v, KEYS), ragged(dout, QUERIES), _statistics(stats),
+         ragged(dk, KEYS), ragged(dv, KEYS), dq, scratch, counters, records, slots, items, q_slots, heads * dim,
+         options.scale, multiprocessors(q.device) // 2, options.left, options.right),
+        (heads // kv_heads, options.left >= 0, options.right >= 0, dim, QUERIES, KEYS, STAGES[dim]), 8)
+    return dq, dk, dv, q.new_empty(0)
+
+
+def _statistics(stats: Tensor) -> TensorDescriptor:
+    return TensorDescriptor(stats, list(stats.shape), [QUERIES, 1], [2, QUERIES], plain())
+
+
+@functools.cache
+def plain() -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(0, 32, 2)
