@@ -40,19 +40,6 @@ def aligned(*tensors) -> bool:
     return address % 16 == 0
 
 
-_queues: dict[tuple, torch.Tensor] = {}
-
-
-def queue(device: torch.device) -> torch.Tensor:
-    """Two int32 zeros for the kernels of the current stream, which leave them zero; a captured graph gets its own."""
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(2, dtype=torch.int32, device=device)
-    place = device, torch._C._cuda_getCurrentRawStream(device.index)
-    if place not in _queues:
-        _queues[place] = torch.zeros(2, dtype=torch.int32, device=device)
-    return _queues[place]
-
-
 @cache
 def multiprocessors(device: torch.device) -> int:
     """SMs of the device; 1 where there is no GPU (Triton's interpreter)."""

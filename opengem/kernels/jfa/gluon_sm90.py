@@ -1,11 +1,11 @@
 """Jagged flash attention forward for Hopper in Gluon: persistent, warp-specialised, fed by TMA.
 
 Each thread block stays on its multiprocessor and takes items (128 query rows of one sample and head) from a queue, a
-counter in memory, so that blocks end together whatever the lengths. One warp takes the items and finds what they are, a
-producer warp streams Q, K and V tiles into shared memory, two warpgroups of 64 rows each consume them. A consumer
-issues the scores of the next tile before it waits for the current product with V, so its softmax runs beside the tensor
-cores. Key tiles are visited from the last to the first: the ragged tile comes first, masks stay out of the loop over
-full tiles.
+counter in memory, so that blocks end together whatever the lengths. One producer warp takes the items and streams Q, K
+and V tiles into shared memory; two warpgroups of 64 rows each consume them. A consumer issues the scores of the next
+tile before it waits for the current product with V, so its softmax runs beside the tensor cores. Key tiles are visited
+from the last to the first: the ragged tile comes first, masks stay out of the loop over full tiles. What the items are
+comes from a schedule made on the device (`_schedule_kernel`).
 
 Tiles end with their sample: `ragged` descriptors read 0 behind it, so a neighbour's NaN stays with the neighbour.
 """
@@ -15,6 +15,8 @@ from __future__ import annotations
 import functools
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,10 +30,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from opengem.kernels.jfa import triton as portable
 from opengem.kernels.jfa.reference import Options
-from opengem.kernels.launch import aligned, launch, multiprocessors, queue
+from opengem.kernels.launch import aligned, launch, multiprocessors
 
 LOG2E = gl.constexpr(1.4426950408889634)
-ROWS = gl.constexpr(128)  # query rows of an item: two consumers of 64
+ROWS = 128  # query rows of an item: two consumers of 64
 KEYS = 128  # key rows of a tile
 NARROW_KEYS, NARROW = 64, 512  # at head_dim 128 under a window of at most so many keys: less of a tile is outside
 RING_ROWS = {64: 512, 128: 256}  # K and V rows in flight, by head dimension
@@ -42,73 +44,34 @@ BOUND = gl.constexpr(1 << 30)
 # ---- schedule --------------------------------------------------------------------------------------------------
 
 
-@gluon.jit
-def _look(q_offsets_ptr, kv_offsets_ptr, low, slot, lane, batch, ITEM_ROWS: gl.constexpr):
-    """(query offsets, key offsets of 32 samples from `low` on, how many of them start at `slot` or before)."""
-    sample = low + lane
-    q = gl.load(q_offsets_ptr + gl.minimum(sample, batch)).to(gl.int32)
-    k = gl.load(kv_offsets_ptr + gl.minimum(sample, batch)).to(gl.int32)
-    return q, k, gl.sum(((q // ITEM_ROWS + sample <= slot) & (sample <= batch)).to(gl.int32), 0)
-
-
-@gluon.jit
-def _search(q_offsets_ptr, low, slot, lane, batch, ITEM_ROWS: gl.constexpr):
-    """The last sample from `low` on that starts at `slot` or before, in steps of a 32nd of what is left."""
-    size = batch + 1 - low
-    while size > 1:
-        step = (size + 31) // 32
-        sample = low + lane * step
-        start = gl.load(q_offsets_ptr + gl.minimum(sample, batch)).to(gl.int32) // ITEM_ROWS + sample
-        before = gl.sum(((start <= slot) & (lane * step < size)).to(gl.int32), 0) - 1
-        low += before * step
-        size = gl.minimum(step, size - before * step)
-    return low
-
-
-@gluon.jit
-def _schedule(
-    q_offsets_ptr, kv_offsets_ptr, queue_ptr, notes, noted, read, slots, heads, batch, total_q,
-    ITEM_ROWS: gl.constexpr):
-    """Takes items from the queue and hands each that has rows to the producer: head, first query row, rows, position of
-    the first, first key row, keys. The last block leaves the queue as it was."""
-    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    count = 0
-    low = 0  # samples before it are done: slots only grow
-    item = gl.atomic_add(queue_ptr, 1, sem="relaxed")
-    while item < slots * heads:
-        slot = item // heads
-        head = item - slot * heads
-        item = gl.atomic_add(queue_ptr, 1, sem="relaxed")
-        q, k, before = _look(q_offsets_ptr, kv_offsets_ptr, low, slot, lane, batch, ITEM_ROWS)
-        if before == 32:  # not among the next 31 samples
-            low = _search(q_offsets_ptr, low, slot, lane, batch, ITEM_ROWS)
-            q, k, before = _look(q_offsets_ptr, kv_offsets_ptr, low, slot, lane, batch, ITEM_ROWS)
-        low += before - 1
-        real = low < batch  # sample `batch` stands for the rows behind the last offset, which have no keys
-        q_begin = gl.sum(gl.where(lane == before - 1, q, 0), 0)
-        k_begin = gl.sum(gl.where(lane == before - 1, k, 0), 0)
-        q_end = gl.where(real, gl.sum(gl.where(lane == before, q, 0), 0), total_q)
-        keys = gl.where(real, gl.sum(gl.where(lane == before, k, 0), 0) - k_begin, 0)
-        first = (slot - q_begin // ITEM_ROWS - low) * ITEM_ROWS
-        rows = gl.minimum(q_end - q_begin - first, ITEM_ROWS)
-        if rows > 0:
-            at = count % 2
-            mbarrier.wait(read.index(at), ((count // 2) & 1) ^ 1)
-            put(notes, 8 * at, head)
-            put(notes, 8 * at + 1, q_begin + first)
-            put(notes, 8 * at + 2, rows)
-            put(notes, 8 * at + 3, first + keys - (q_end - q_begin))
-            put(notes, 8 * at + 4, k_begin)
-            put(notes, 8 * at + 5, keys)
-            mbarrier.arrive(noted.index(at), count=1)
-            count += 1
-    at = count % 2
-    mbarrier.wait(read.index(at), ((count // 2) & 1) ^ 1)
-    put(notes, 8 * at, -1)
-    mbarrier.arrive(noted.index(at), count=1)
-    if gl.atomic_add(queue_ptr + 1, 1) == gl.num_programs(0) - 1:
-        gl.store(queue_ptr, 0)
-        gl.store(queue_ptr + 1, 0)
+@triton.jit(do_not_specialize=["total", "batch", "steps", "slots"])
+def _schedule_kernel(
+    records_ptr, q_offsets_ptr, kv_offsets_ptr, total, batch, steps, slots,
+    BLOCK: tl.constexpr, ITEM_ROWS: tl.constexpr,
+):
+    """Five int32 a slot: first query row, query rows (0: no item), position of the first, first key row, keys."""
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(records_ptr + 5 * slots, 0, mask=tl.program_id(0) == 0)
+    low = tl.zeros([BLOCK], tl.int32)
+    high = tl.zeros([BLOCK], tl.int32) + batch
+    for _ in range(steps):
+        middle = (low + high + 1) // 2
+        start = tl.load(q_offsets_ptr + middle).to(tl.int64) // ITEM_ROWS + middle
+        low = tl.where(start <= slot, middle, low)
+        high = tl.where(start <= slot, high, middle - 1)
+    real = low < batch  # slot `batch` stands for the rows behind the last offset, which have no keys
+    q_begin = tl.load(q_offsets_ptr + low).to(tl.int64)
+    q_end = tl.where(real, tl.load(q_offsets_ptr + low + 1, mask=real, other=0).to(tl.int64), total)
+    k_begin = tl.load(kv_offsets_ptr + low).to(tl.int64)
+    keys = tl.where(real, tl.load(kv_offsets_ptr + low + 1, mask=real, other=0).to(tl.int64) - k_begin, 0)
+    first = (slot - q_begin // ITEM_ROWS - low) * ITEM_ROWS
+    rows = tl.minimum(tl.maximum(q_end - q_begin - first, 0), ITEM_ROWS)
+    live = slot < slots
+    tl.store(records_ptr + slot, (q_begin + first).to(tl.int32), mask=live)
+    tl.store(records_ptr + slots + slot, rows.to(tl.int32), mask=live)
+    tl.store(records_ptr + 2 * slots + slot, (first + keys - (q_end - q_begin)).to(tl.int32), mask=live)
+    tl.store(records_ptr + 3 * slots + slot, k_begin.to(tl.int32), mask=live)
+    tl.store(records_ptr + 4 * slots + slot, keys.to(tl.int32), mask=live)
 
 
 @gluon.jit
@@ -152,48 +115,47 @@ def get(numbers, at, WARPS: gl.constexpr):
 
 @gluon.jit
 def _produce(
-    q_desc, k_desc, v_desc, notes, noted, read, numbers, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty,
-    v_full, v_empty, left, right, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, ITEMS: gl.constexpr):
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, records_ptr, numbers, q_ring, k_ring, v_ring, q_full, q_empty, k_full,
+    k_empty, v_full, v_empty, slots, heads, total_q, scale2, left, right, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, ITEMS: gl.constexpr):
     count = 0
     q_count = 0
-    mbarrier.wait(noted.index(0), 0)
-    head = get(notes, 0, 1)
-    while head >= 0:
-        place = 8 * (q_count % 2)
-        q_row = get(notes, place + 1, 1)
-        rows = get(notes, place + 2, 1)
-        position = get(notes, place + 3, 1)
-        k_row = get(notes, place + 4, 1)
-        n = get(notes, place + 5, 1)
-        mbarrier.arrive(read.index(q_count % 2), count=1)
-        last, first, full_first, full_end = _tiles(position, rows, n, left, right, KEYS, HAS_LEFT, HAS_RIGHT)
-        q_slot = q_count % ITEMS
-        mbarrier.wait(q_empty.index(q_slot), ((q_count // ITEMS) & 1) ^ 1)
-        put(numbers, 8 * q_slot, head)
-        put(numbers, 8 * q_slot + 1, q_row)
-        put(numbers, 8 * q_slot + 2, rows)
-        put(numbers, 8 * q_slot + 3, position)
-        put(numbers, 8 * q_slot + 4, n)
-        mbarrier.expect(q_full.index(q_slot), 2 * q_desc.block_type.nbytes)
-        for part in gl.static_range(2):
-            load_rows(q_desc, q_row, rows, 64 * part, head * HEAD_DIM, q_full.index(q_slot),
-                      q_ring.index(2 * q_slot + part))
-        q_count += 1
-        column = (head // GROUP) * HEAD_DIM
-        for back in range(last - first + 1):
-            row = (last - back) * KEYS
-            at = count % STAGES
-            phase = ((count // STAGES) & 1) ^ 1  # passes at once on the first trip round the ring
-            mbarrier.wait(k_empty.index(at), phase)
-            mbarrier.expect(k_full.index(at), k_desc.block_type.nbytes)
-            load_rows(k_desc, k_row, n, row, column, k_full.index(at), k_ring.index(at))
-            mbarrier.wait(v_empty.index(at), phase)
-            mbarrier.expect(v_full.index(at), v_desc.block_type.nbytes)
-            load_rows(v_desc, k_row, n, row, column, v_full.index(at), v_ring.index(at))
-            count += 1
-        mbarrier.wait(noted.index(q_count % 2), (q_count // 2) & 1)
-        head = get(notes, 8 * (q_count % 2), 1)
+    item = gl.atomic_add(records_ptr + 5 * slots, 1, sem="relaxed")
+    while item < slots * heads:
+        slot = item // heads
+        head = item - slot * heads
+        q_row = gl.load(records_ptr + slot)
+        rows = gl.load(records_ptr + slots + slot)
+        position = gl.load(records_ptr + 2 * slots + slot)
+        k_row = gl.load(records_ptr + 3 * slots + slot)
+        n = gl.load(records_ptr + 4 * slots + slot)
+        item = gl.atomic_add(records_ptr + 5 * slots, 1, sem="relaxed")
+        if rows > 0:
+            last, first, full_first, full_end = _tiles(position, rows, n, left, right, KEYS, HAS_LEFT, HAS_RIGHT)
+            q_slot = q_count % ITEMS
+            mbarrier.wait(q_empty.index(q_slot), ((q_count // ITEMS) & 1) ^ 1)
+            put(numbers, 8 * q_slot, head)
+            put(numbers, 8 * q_slot + 1, q_row)
+            put(numbers, 8 * q_slot + 2, rows)
+            put(numbers, 8 * q_slot + 3, position)
+            put(numbers, 8 * q_slot + 4, n)
+            mbarrier.expect(q_full.index(q_slot), 2 * q_desc.block_type.nbytes)
+            for part in gl.static_range(2):
+                load_rows(q_desc, q_row, rows, 64 * part, head * HEAD_DIM, q_full.index(q_slot),
+                          q_ring.index(2 * q_slot + part))
+            q_count += 1
+            column = (head // GROUP) * HEAD_DIM
+            for back in range(last - first + 1):
+                row = (last - back) * KEYS
+                at = count % STAGES
+                phase = ((count // STAGES) & 1) ^ 1  # passes at once on the first trip round the ring
+                mbarrier.wait(k_empty.index(at), phase)
+                mbarrier.expect(k_full.index(at), k_desc.block_type.nbytes)
+                load_rows(k_desc, k_row, n, row, column, k_full.index(at), k_ring.index(at))
+                mbarrier.wait(v_empty.index(at), phase)
+                mbarrier.expect(v_full.index(at), v_desc.block_type.nbytes)
+                load_rows(v_desc, k_row, n, row, column, v_full.index(at), v_ring.index(at))
+                count += 1
     q_slot = q_count % ITEMS
     mbarrier.wait(q_empty.index(q_slot), ((q_count // ITEMS) & 1) ^ 1)
     put(numbers, 8 * q_slot, -1)
@@ -263,10 +225,11 @@ def _attend(
 
 @gluon.jit
 def _consume(
-    out_ptr, lse_ptr, numbers, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty, heads,
-    total_q, scale2, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HEAD_DIM: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr, ITEMS: gl.constexpr, HALF: gl.constexpr):
-    dtype: gl.constexpr = q_ring.dtype
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, records_ptr, numbers, q_ring, k_ring, v_ring, q_full, q_empty, k_full,
+    k_empty, v_full, v_empty, slots, heads, total_q, scale2, left, right, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    ITEMS: gl.constexpr, HALF: gl.constexpr):
+    dtype: gl.constexpr = q_desc.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -339,27 +302,21 @@ def _consume(
         head = get(numbers, 8 * (q_count % ITEMS), 4)
 
 
-@gluon.jit(do_not_specialize=["slots", "heads", "batch", "total_q", "left", "right"])
+@gluon.jit(do_not_specialize=["slots", "heads", "total_q", "left", "right"])
 def _forward_kernel(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr, q_offsets_ptr, kv_offsets_ptr, queue_ptr, slots, heads, batch, total_q,
-    scale2, left, right, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HEAD_DIM: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr, ITEMS: gl.constexpr):
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, records_ptr, slots, heads, total_q, scale2, left, right,
+    GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr,
+    STAGES: gl.constexpr, ITEMS: gl.constexpr):
     q_ring = gl.allocate_shared_memory(q_desc.dtype, [2 * ITEMS, 1, 1, 64, HEAD_DIM], q_desc.layout)
     k_ring = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, KEYS, HEAD_DIM], k_desc.layout)
     v_ring = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, KEYS, HEAD_DIM], v_desc.layout)
     numbers = gl.allocate_shared_memory(gl.int32, [8 * ITEMS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    notes = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    noted = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    read = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [ITEMS, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [ITEMS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(noted.index(i), count=1)
-        mbarrier.init(read.index(i), count=1)
     for i in gl.static_range(ITEMS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
@@ -370,17 +327,16 @@ def _forward_kernel(
         mbarrier.init(v_empty.index(i), count=2)
     # The first function runs on the launch's own four warps; the producer warp is given a warpgroup's place.
     gl.warp_specialize([
-        (_consume, (out_ptr, lse_ptr, numbers, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full,
-                    v_empty, heads, total_q, scale2, left, right, HAS_LEFT, HAS_RIGHT, HEAD_DIM, KEYS, STAGES, ITEMS,
-                    0)),
-        (_consume, (out_ptr, lse_ptr, numbers, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full,
-                    v_empty, heads, total_q, scale2, left, right, HAS_LEFT, HAS_RIGHT, HEAD_DIM, KEYS, STAGES, ITEMS,
-                    1)),
-        (_produce, (q_desc, k_desc, v_desc, notes, noted, read, numbers, q_ring, k_ring, v_ring, q_full, q_empty,
-                    k_full, k_empty, v_full, v_empty, left, right, GROUP, HAS_LEFT, HAS_RIGHT, HEAD_DIM, KEYS, STAGES,
-                    ITEMS)),
-        (_schedule, (q_offsets_ptr, kv_offsets_ptr, queue_ptr, notes, noted, read, slots, heads, batch, total_q, ROWS)),
-    ], [4, 1, 1], [240, 24, 24])
+        (_consume, (q_desc, k_desc, v_desc, out_ptr, lse_ptr, records_ptr, numbers, q_ring, k_ring, v_ring, q_full,
+                    q_empty, k_full, k_empty, v_full, v_empty, slots, heads, total_q, scale2, left, right, GROUP,
+                    HAS_LEFT, HAS_RIGHT, HEAD_DIM, KEYS, STAGES, ITEMS, 0)),
+        (_consume, (q_desc, k_desc, v_desc, out_ptr, lse_ptr, records_ptr, numbers, q_ring, k_ring, v_ring, q_full,
+                    q_empty, k_full, k_empty, v_full, v_empty, slots, heads, total_q, scale2, left, right, GROUP,
+                    HAS_LEFT, HAS_RIGHT, HEAD_DIM, KEYS, STAGES, ITEMS, 1)),
+        (_produce, (q_desc, k_desc, v_desc, out_ptr, lse_ptr, records_ptr, numbers, q_ring, k_ring, v_ring, q_full,
+                    q_empty, k_full, k_empty, v_full, v_empty, slots, heads, total_q, scale2, left, right, GROUP,
+                    HAS_LEFT, HAS_RIGHT, HEAD_DIM, KEYS, STAGES, ITEMS)),
+    ], [4, 1], [240, 24])
 
 
 # ---- launch ----------------------------------------------------------------------------------------------------
@@ -395,18 +351,28 @@ def forward(
         return portable.forward(q, k, v, q_offsets, kv_offsets, bias, max_q, max_kv, options)
     total, heads, dim = q.shape
     key = _key(q, q_offsets, kv_offsets)
-    batch = q_offsets.shape[0] - 1
-    slots = total // ROWS.value + batch + 1
+    records, slots = _schedule(total, q_offsets, kv_offsets, key)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty((heads, total), dtype=torch.float32, device=q.device)
     narrow = dim == 128 and min(options.left, options.right) >= 0 and options.left + options.right <= NARROW
     keys = NARROW_KEYS if narrow else KEYS
     launch(
         _forward_kernel, (min(multiprocessors(q.device), slots * heads), 1, 1), key,
-        (ragged(q, 64), ragged(k, keys), ragged(v, keys), out, lse, q_offsets, kv_offsets,
-         queue(q.device), slots, heads, batch, total, options.scale * LOG2E.value, options.left, options.right),
+        (ragged(q, 64), ragged(k, keys), ragged(v, keys), out, lse, records, slots, heads, total,
+         options.scale * LOG2E.value, options.left, options.right),
         (heads // k.shape[1], options.left >= 0, options.right >= 0, dim, keys, RING_ROWS[dim] // keys, ITEMS))
     return out, lse
+
+
+def _schedule(total: int, offsets: Tensor, partner_offsets: Tensor, key: tuple | None) -> tuple[Tensor, int]:
+    """(records of the items of `total` rows, slots)."""
+    batch = offsets.shape[0] - 1
+    slots = total // ROWS + batch + 1
+    records = torch.empty(5 * slots + 1, dtype=torch.int32, device=offsets.device)
+    launch(
+        _schedule_kernel, ((slots + 255) // 256, 1, 1), key,
+        (records, offsets, partner_offsets, total, batch, batch.bit_length(), slots), (256, ROWS), warps=8)
+    return records, slots
 
 
 def _key(q: Tensor, q_offsets: Tensor, kv_offsets: Tensor) -> tuple | None:

@@ -17,7 +17,6 @@ No block waits for one that may never run: a queue taken in order, and turns tha
 from __future__ import annotations
 
 import functools
-import os
 
 import torch
 import triton
@@ -48,9 +47,6 @@ ENDS = gl.constexpr(2)
 MASKED = gl.constexpr(4)
 FRESH = gl.constexpr(8)  # the first block, the last block to add to this tile of dq
 LAST = gl.constexpr(16)
-TELL = gl.constexpr(int(os.environ.get("JFA_TELL", "-1")))
-AHEAD = gl.constexpr(int(os.environ.get("JFA_AHEAD", "2")))
-LPT = gl.constexpr(os.environ.get("JFA_LPT", "0") == "1")
 SORTED = gl.constexpr(2048)  # samples; sorting more takes longer than it saves
 
 
@@ -153,13 +149,12 @@ def _record(
     tile = tiles - 1 - place  # the last keys first: see _rank
     to = slot
     real = slot >= 0
-    if LPT:
-        if batch <= SORTED:
-            real = (tile >= 0) & (sample < batch)
-            all_tiles = _tiles_of_longer(q_offsets_ptr, kv_offsets_ptr, -1, 0, batch, QUERIES, KEYS)
-            tl.store(records_ptr + 2 * slots + slot, -1, mask=slot >= all_tiles)
-            work = (m + QUERIES - 1) // QUERIES * tiles
-            to = place + _tiles_of_longer(q_offsets_ptr, kv_offsets_ptr, work, sample, batch, QUERIES, KEYS)
+    if batch <= SORTED:  # the samples with most work first
+        real = (tile >= 0) & (sample < batch)
+        all_tiles = _tiles_of_longer(q_offsets_ptr, kv_offsets_ptr, -1, 0, batch, QUERIES, KEYS)
+        tl.store(records_ptr + 2 * slots + slot, -1, mask=slot >= all_tiles)
+        work = (m + QUERIES - 1) // QUERIES * tiles
+        to = place + _tiles_of_longer(q_offsets_ptr, kv_offsets_ptr, work, sample, batch, QUERIES, KEYS)
     tl.store(records_ptr + to, k_begin, mask=real)
     tl.store(records_ptr + slots + to, n, mask=real)
     tl.store(records_ptr + 2 * slots + to, tile, mask=real)
@@ -509,8 +504,7 @@ def _consume(
     HEAD_DIM: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr):
     # Under a causal mask all blocks of a sample end on one query tile, each waiting for the one before: there a sum is
     # announced before the block waits for its next item.
-    BEFORE: gl.constexpr = AHEAD == 1 and not HAS_LEFT and not HAS_RIGHT
-    EAGER: gl.constexpr = (HAS_RIGHT and not HAS_LEFT) if TELL < 0 else TELL == 1
+    EAGER: gl.constexpr = HAS_RIGHT and not HAS_LEFT
     dtype: gl.constexpr = k_ring.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, QUERIES, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, HEAD_DIM, 16])
@@ -563,10 +557,6 @@ def _consume(
         ds = gl.convert_layout(ds, p_layout)
         dk_next = warpgroup_mma(ds, q, dk, use_acc=goes_on, is_async=True)
         share, dv, weights = warpgroup_mma_wait(1, deps=[dq_next, dv_next, weights])
-        if BEFORE:
-            s_next, flags_ahead = _next_scores(
-                k_ring, q_ring, notes, q_full, kv_full, count + 1, kv_count + gl.where(flags & ENDS != 0, 1, 0), s,
-                HEAD_DIM, QUERIES, KEYS, STAGES)
         address = scratch_ptr.to(gl.int64) + get(notes, 8 * at + 1, 8).to(gl.int64) * (4 * QUERIES * HEAD_DIM)
         mode = gl.where(flags & LAST != 0, 2, gl.where(flags & FRESH != 0, 0, 1))
         turn_at = count % 2
@@ -574,18 +564,15 @@ def _consume(
         _add_share(address, share, mode, QUERIES * HEAD_DIM // 256)
         if EAGER:
             mbarrier.arrive(done.index(turn_at), count=1)
-        if BEFORE:
-            dk, ds = warpgroup_mma_wait(1, deps=[dk_next, ds])
         if flags & LAST != 0:
             if flags & FRESH == 0:
                 share += _sum_so_far(address, share, QUERIES * HEAD_DIM // 256)
             _store(dq_ptr, share * scale, get(notes, 8 * at + 4, 8), get(notes, 8 * at + 5, 8),
                    get(notes, 8 * at + 6, 8) * HEAD_DIM, q_stride, QUERIES, HEAD_DIM)
-        if not BEFORE:
-            s_next, flags_ahead = _next_scores(
-                k_ring, q_ring, notes, q_full, kv_full, count + 1, kv_count + gl.where(flags & ENDS != 0, 1, 0), s,
-                HEAD_DIM, QUERIES, KEYS, STAGES)
-            dk, ds = warpgroup_mma_wait(1, deps=[dk_next, ds])
+        s_next, flags_ahead = _next_scores(
+            k_ring, q_ring, notes, q_full, kv_full, count + 1, kv_count + gl.where(flags & ENDS != 0, 1, 0), s,
+            HEAD_DIM, QUERIES, KEYS, STAGES)
+        dk, ds = warpgroup_mma_wait(1, deps=[dk_next, ds])
         mbarrier.arrive(empty.index(at), count=1)
         if not EAGER:
             mbarrier.arrive(done.index(turn_at), count=1)

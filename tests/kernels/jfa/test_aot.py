@@ -7,7 +7,7 @@ import pytest
 from tests.kernels.aot import assert_on_tensor_cores, compile_all, job
 
 pytest.importorskip("triton")
-TYPES = {"*offsets_ptr": "*i64", "records_ptr": "*i32", "queue_ptr": "*i32", "scale*": "fp32"}
+TYPES = {"*offsets_ptr": "*i64", "records_ptr": "*i32", "scale*": "fp32"}
 TYPES |= dict.fromkeys(["*lse_ptr", "delta_ptr", "sums_ptr", "*bias_ptr"], "*fp32") | {"*_ptr": "*bf16", "*": "i32"}
 
 
@@ -83,7 +83,7 @@ def test_kernels_are_not_specialised_on_numbers_that_the_key_of_a_launch_lacks()
     from opengem.kernels.jfa import gluon_sm90, gluon_sm90_backward
 
     known = {"scale", "scale2", "q_stride", "dout_stride"}  # floats, and strides that are in the key
-    for kernel in (gluon_sm90._forward_kernel, gluon_sm90_backward._prepare_kernel,
+    for kernel in (gluon_sm90._schedule_kernel, gluon_sm90._forward_kernel, gluon_sm90_backward._prepare_kernel,
                    gluon_sm90_backward._backward_kernel):
         numbers = [p for p in kernel.params if not p.is_constexpr and not p.name.endswith(("_ptr", "_desc"))]
         assert {p.name for p in numbers if not p.do_not_specialize} <= known, kernel

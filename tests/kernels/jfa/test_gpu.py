@@ -151,7 +151,7 @@ def test_no_new_kernels_when_totals_change(implementation):
     from opengem.kernels.jfa import gluon_sm90, gluon_sm90_backward, triton
 
     kernels = {"triton": (triton._forward_kernel, triton._dq_kernel, triton._dkdv_kernel),
-               "gluon": (gluon_sm90._forward_kernel, gluon_sm90_backward._prepare_kernel,
+               "gluon": (gluon_sm90._schedule_kernel, gluon_sm90._forward_kernel, gluon_sm90_backward._prepare_kernel,
                          gluon_sm90_backward._backward_kernel)}[implementation]
     counts = []
     with backend.force(implementation):
@@ -160,26 +160,6 @@ def test_no_new_kernels_when_totals_change(implementation):
             _step(leaves[:3], grid.offsets(m, GPU), max(m))
             counts.append(sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values()))
     assert counts[0] == counts[-1] > 0, counts
-
-
-def test_streams_do_not_share_a_queue():
-    """Calls on two streams at once take their items from two counters, and leave both as they were."""
-    from opengem.kernels import launch
-
-    leaves, m, _ = test_op.make([700] * 64, dim=64, dtype=torch.bfloat16, device=GPU)
-    offsets = grid.offsets(m, GPU)
-    q, k, v = (x.detach() for x in leaves[:3])
-    want = jagged_flash_attention(q, k, v, offsets, max_q=700)
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    torch.cuda.synchronize()
-    found = []
-    for _ in range(20):
-        for stream in streams:
-            with torch.cuda.stream(stream):
-                found.append(jagged_flash_attention(q, k, v, offsets, max_q=700))
-    torch.cuda.synchronize()
-    assert all(torch.equal(x, want) for x in found)
-    assert all((queue == 0).all() for queue in launch._queues.values())
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -191,7 +171,7 @@ def test_extra_memory_is_what_the_docs_say(dim, causal):
     q, k, v = leaves[:3]
     offsets, heads, rows = grid.offsets(m, GPU), q.shape[1], q.shape[0]
     _step((q, k, v), offsets, 1200, causal=causal)
-    slots, kv_slots = rows // 64 + len(m) + 1, rows // 128 + len(m) + 1
+    slots, records = rows // 64 + len(m) + 1, rows // 128 + len(m) + 1
 
     def peak_of(run):
         torch.cuda.synchronize()
@@ -201,10 +181,10 @@ def test_extra_memory_is_what_the_docs_say(dim, causal):
         return torch.cuda.max_memory_allocated() - before, result
 
     extra, out = peak_of(lambda: jagged_flash_attention(q, k, v, offsets, max_q=1200, causal=causal))
-    assert 0 <= extra - out.nbytes - 4 * heads * rows <= 8 * 512
+    assert abs(extra - out.nbytes - 4 * heads * rows - 20 * records) <= 8 * 512
     dout = torch.ones_like(out)
     extra, _ = peak_of(lambda: torch.autograd.grad(out, (q, k, v), dout))
-    formula = 4 * heads * slots * (64 * dim + 129) + 24 * kv_slots
+    formula = 4 * heads * slots * (64 * dim + 129) + 24 * records
     assert abs(extra - q.nbytes - k.nbytes - v.nbytes - formula) <= 8 * 512
 
 
