@@ -45,7 +45,7 @@ class Case:
 @cache
 def compiled(function: Callable) -> Callable:
     """torch.compile of `function`, a peer whose backward can be run again and again."""
-    torch._functorch.config.donated_buffer = False
+    importlib.import_module("torch._functorch.config").donated_buffer = False
     return torch.compile(function, dynamic=False)
 
 

@@ -352,7 +352,7 @@ def forward(
     total, heads, dim = q.shape
     key = _key(q, q_offsets, kv_offsets)
     records, slots = _schedule(total, q_offsets, kv_offsets, key)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty((heads, total), dtype=torch.float32, device=q.device)
     narrow = dim == 128 and min(options.left, options.right) >= 0 and options.left + options.right <= NARROW
     keys = NARROW_KEYS if narrow else KEYS

@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from opengem.kernels.jfa import triton as portable
-from opengem.kernels.jfa.gluon_sm90 import BOUND, LOG2E, get, load_rows, put, ragged, takes
+from opengem.kernels.jfa.gluon_sm90 import BOUND, LOG2E, get, load_rows, matrix, put, ragged, takes
 from opengem.kernels.jfa.reference import Options
 from opengem.kernels.launch import aligned, launch, multiprocessors
 
@@ -49,21 +49,25 @@ ENDS = gl.constexpr(2)
 MASKED = gl.constexpr(4)
 FRESH = gl.constexpr(8)  # the first block, the last block to add to this tile of dq
 LAST = gl.constexpr(16)
+SORTED = gl.constexpr(2048)  # samples; sorting more takes longer than it saves
 
 
 # ---- before the products -----------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _find(offsets_ptr, slot, total, batch, steps, BLOCK: tl.constexpr):
+def _find(offsets_ptr, slot, total, batch, BLOCK: tl.constexpr):
     """(sample, its first row, its length, number of this tile within it); sample == batch means the unused rows."""
+    lane = tl.arange(0, 128)
     low = 0
-    high = batch
-    for _ in range(steps):
-        middle = (low + high + 1) // 2
-        start = tl.load(offsets_ptr + middle).to(tl.int32) // BLOCK + middle
-        low = tl.where(start <= slot, middle, low)
-        high = tl.where(start <= slot, high, middle - 1)
+    size = batch + 1
+    while size > 1:
+        step = (size + 127) // 128
+        sample = low + lane * step
+        start = tl.load(offsets_ptr + tl.minimum(sample, batch)).to(tl.int32) // BLOCK + sample
+        before = tl.sum(((start <= slot) & (lane * step < size)).to(tl.int32), 0) - 1
+        low += before * step
+        size = tl.minimum(step, size - before * step)
     begin = tl.load(offsets_ptr + low).to(tl.int32)
     end = tl.load(offsets_ptr + low + 1, mask=low < batch, other=0).to(tl.int32)
     end = tl.where(low < batch, end, total)
@@ -84,72 +88,110 @@ def _place(offsets_ptr, sample, place, slots, batch, SPREAD: tl.constexpr, BLOCK
     return first + tl.sum(before, 0)
 
 
-@triton.jit(do_not_specialize=["total_q", "total_kv", "batch", "steps", "q_slots", "kv_slots", "left", "right"])
+@triton.jit
+def _tiles_of_longer(
+    q_offsets_ptr, kv_offsets_ptr, work, sample, batch, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """Key tiles of the samples with more work than `work`, or as much and a smaller number than `sample`."""
+    found = tl.zeros([256], tl.int32)
+    for start in range(0, batch, 256):
+        other = start + tl.arange(0, 256)
+        real = other < batch
+        q, k = q_offsets_ptr + other, kv_offsets_ptr + other
+        m = tl.load(q + 1, mask=real, other=0) - tl.load(q, mask=real, other=0)
+        n = tl.load(k + 1, mask=real, other=0) - tl.load(k, mask=real, other=0)
+        tiles = ((n + KEYS - 1) // KEYS).to(tl.int32)
+        theirs = ((m + QUERIES - 1) // QUERIES).to(tl.int32) * tiles
+        found += tl.where(real & ((theirs > work) | ((theirs == work) & (other < sample))), tiles, 0)
+    return tl.sum(found, 0)
+
+
+@triton.jit(do_not_specialize=["total_q", "total_kv", "batch", "q_slots", "kv_slots", "left", "right"])
 def _prepare_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, dq_ptr, dk_ptr, dv_ptr, stats_ptr, counters_ptr, records_ptr, q_offsets_ptr,
-    kv_offsets_ptr, dout_stride, dkv_stride, total_q, total_kv, batch, steps, q_slots, kv_slots, left, right,
+    kv_offsets_ptr, dout_stride, dkv_stride, total_q, total_kv, batch, q_slots, kv_slots, left, right,
     HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, SPREAD: tl.constexpr,
 ):
-    """Statistics of a query tile (log-sum-exp in units of log2, delta), its counters, and the record of a key tile.
+    """A program writes the record of a key tile, or the statistics of a query tile and head, and its counter.
 
     Gradients that the main kernel does not write, of rows that see nothing, get zeros here.
     """
-    slot = tl.program_id(0)
-    if slot == 0:
-        tl.store(counters_ptr + HEADS * q_slots, 0)
-    if slot < kv_slots:
-        sample, k_begin, n, place = _find(kv_offsets_ptr, slot, total_kv, batch, steps, KEYS)
-        q_begin = tl.load(q_offsets_ptr + sample).to(tl.int32)
-        q_end = tl.load(q_offsets_ptr + sample + 1, mask=sample < batch, other=0).to(tl.int32)
-        m = tl.where(sample < batch, q_end - q_begin, 0)
-        tile = (n + KEYS - 1) // KEYS - 1 - place  # the last keys first: see _rank
-        record_ptr = records_ptr + slot
-        if SPREAD > 0:
-            record_ptr = records_ptr + _place(kv_offsets_ptr, sample, place, kv_slots, batch, SPREAD, KEYS)
-        tl.store(record_ptr, k_begin)
-        tl.store(record_ptr + kv_slots, n)
-        tl.store(record_ptr + 2 * kv_slots, tile)
-        tl.store(record_ptr + 3 * kv_slots, q_begin)
-        tl.store(record_ptr + 4 * kv_slots, m)
-        tl.store(record_ptr + 5 * kv_slots, q_begin // QUERIES + sample)
-        unseen = m == 0
-        if HAS_LEFT:
-            unseen = unseen | (tile * KEYS + KEYS - 1 + left - (n - m) < 0)
-        if HAS_RIGHT:
-            unseen = unseen | (tile * KEYS - right - (n - m) >= (m + QUERIES - 1) // QUERIES * QUERIES)
-        if unseen & (tile >= 0):
-            j = tile * KEYS + tl.arange(0, KEYS)
-            at = (k_begin + j).to(tl.int64)[:, None] * dkv_stride + tl.arange(0, HEAD_DIM)[None, :]
-            for head in range(KV_HEADS):
-                zeros = tl.zeros([KEYS, HEAD_DIM], dk_ptr.dtype.element_ty)
-                tl.store(dk_ptr + at + head * HEAD_DIM, zeros, mask=(j < n)[:, None])
-                tl.store(dv_ptr + at + head * HEAD_DIM, zeros, mask=(j < n)[:, None])
-    if slot < q_slots:
-        sample, q_begin, m, place = _find(q_offsets_ptr, slot, total_q, batch, steps, QUERIES)
+    program = tl.program_id(0)
+    if program < kv_slots:
+        if program == 0:
+            tl.store(counters_ptr + HEADS * q_slots, 0)
+        _record(
+            dk_ptr, dv_ptr, records_ptr, q_offsets_ptr, kv_offsets_ptr, program, dkv_stride, total_kv, batch, kv_slots,
+            left, right, HAS_LEFT, HAS_RIGHT, KV_HEADS, HEAD_DIM, QUERIES, KEYS, SPREAD)
+    else:
+        slot = (program - kv_slots) // HEADS
+        head = program - kv_slots - slot * HEADS
+        sample, q_begin, m, place = _find(q_offsets_ptr, slot, total_q, batch, QUERIES)
         first = place * QUERIES
         if first < m:
             step = tl.arange(0, QUERIES)
             live = first + step < m
             row = (q_begin + first + step).to(tl.int64)
-            for head in range(HEADS):
-                column = head * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-                dense = row[:, None] * (HEADS * HEAD_DIM) + column
-                out = tl.load(out_ptr + dense, mask=live[:, None], other=0.0)
-                dout = tl.load(dout_ptr + row[:, None] * dout_stride + column, mask=live[:, None], other=0.0)
-                delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
-                at = head.to(tl.int64) * total_q + row if HEADS > 1 else row
-                if HAS_DLSE:
-                    delta -= tl.load(dlse_ptr + at, mask=live, other=0.0)
-                lse = tl.load(lse_ptr + at, mask=live, other=float("-inf"))
-                dead = lse == float("-inf")
-                zeros = tl.zeros([QUERIES, HEAD_DIM], dq_ptr.dtype.element_ty)
-                tl.store(dq_ptr + dense, zeros, mask=(live & dead)[:, None])
-                tile = (head * q_slots + slot).to(tl.int64)
-                base = stats_ptr + tile * (2 * QUERIES) + step
-                tl.store(base, tl.where(dead, float("inf"), lse * 1.4426950408889634))
-                tl.store(base + QUERIES, tl.where(dead, 0.0, delta))
-                tl.store(counters_ptr + tile, 0)
+            column = head * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+            dense = row[:, None] * (HEADS * HEAD_DIM) + column
+            out = tl.load(out_ptr + dense, mask=live[:, None], other=0.0)
+            dout = tl.load(dout_ptr + row[:, None] * dout_stride + column, mask=live[:, None], other=0.0)
+            delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+            at = head.to(tl.int64) * total_q + row
+            if HAS_DLSE:
+                delta -= tl.load(dlse_ptr + at, mask=live, other=0.0)
+            lse = tl.load(lse_ptr + at, mask=live, other=float("-inf"))
+            dead = lse == float("-inf")
+            zeros = tl.zeros([QUERIES, HEAD_DIM], dq_ptr.dtype.element_ty)
+            tl.store(dq_ptr + dense, zeros, mask=(live & dead)[:, None])
+            tile = (head * q_slots + slot).to(tl.int64)
+            base = stats_ptr + tile * (2 * QUERIES) + step
+            tl.store(base, tl.where(dead, float("inf"), lse * 1.4426950408889634))
+            tl.store(base + QUERIES, tl.where(dead, 0.0, delta))
+            tl.store(counters_ptr + tile, 0)
+
+
+@triton.jit
+def _record(
+    dk_ptr, dv_ptr, records_ptr, q_offsets_ptr, kv_offsets_ptr, slot, dkv_stride, total_kv, batch, slots, left,
+    right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, SPREAD: tl.constexpr,
+):
+    sample, k_begin, n, place = _find(kv_offsets_ptr, slot, total_kv, batch, KEYS)
+    q_begin = tl.load(q_offsets_ptr + sample).to(tl.int32)
+    q_end = tl.load(q_offsets_ptr + sample + 1, mask=sample < batch, other=0).to(tl.int32)
+    m = tl.where(sample < batch, q_end - q_begin, 0)
+    tiles = (n + KEYS - 1) // KEYS
+    tile = tiles - 1 - place  # the last keys first: see _rank
+    to = slot
+    real = slot >= 0
+    if SPREAD > 0:
+        to = _place(kv_offsets_ptr, sample, place, slots, batch, SPREAD, KEYS)
+    else:
+        if batch <= SORTED:  # the samples with most work first
+            real = (tile >= 0) & (sample < batch)
+            all_tiles = _tiles_of_longer(q_offsets_ptr, kv_offsets_ptr, -1, 0, batch, QUERIES, KEYS)
+            tl.store(records_ptr + 2 * slots + slot, -1, mask=slot >= all_tiles)
+            work = (m + QUERIES - 1) // QUERIES * tiles
+            to = place + _tiles_of_longer(q_offsets_ptr, kv_offsets_ptr, work, sample, batch, QUERIES, KEYS)
+    tl.store(records_ptr + to, k_begin, mask=real)
+    tl.store(records_ptr + slots + to, n, mask=real)
+    tl.store(records_ptr + 2 * slots + to, tile, mask=real)
+    tl.store(records_ptr + 3 * slots + to, q_begin, mask=real)
+    tl.store(records_ptr + 4 * slots + to, m, mask=real)
+    tl.store(records_ptr + 5 * slots + to, q_begin // QUERIES + sample, mask=real)
+    unseen = m == 0
+    if HAS_LEFT:
+        unseen = unseen | (tile * KEYS + KEYS - 1 + left - (n - m) < 0)
+    if HAS_RIGHT:
+        unseen = unseen | (tile * KEYS - right - (n - m) >= (m + QUERIES - 1) // QUERIES * QUERIES)
+    if unseen & (tile >= 0):
+        j = tile * KEYS + tl.arange(0, KEYS)
+        at = (k_begin + j).to(tl.int64)[:, None] * dkv_stride + tl.arange(0, HEAD_DIM)[None, :]
+        zeros = tl.zeros([KEYS, HEAD_DIM], dk_ptr.dtype.element_ty)
+        for head in range(KV_HEADS):
+            tl.store(dk_ptr + at + head * HEAD_DIM, zeros, mask=(j < n)[:, None])
+            tl.store(dv_ptr + at + head * HEAD_DIM, zeros, mask=(j < n)[:, None])
 
 
 # ---- who works on what, and when -----------------------------------------------------------------------------------
@@ -482,59 +524,45 @@ def _store(base, tile, row, rows, column, stride, ROWS: gl.constexpr, HEAD_DIM: 
 
 @gluon.jit
 def _consume(
-    dq_ptr, scratch_ptr, k_ring, v_ring, q_ring, do_ring, stats_ring, ds_tile, notes, kv_full, staged, q_full, do_full,
-    empty, turn, done, q_stride, scale, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    dq_ptr, scratch_ptr, k_ring, v_ring, q_ring, do_ring, stats_ring, steps, ds_tile, notes, kv_full, staged, q_full,
+    do_full, empty, turn, done, q_stride, scale, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HEAD_DIM: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr):
-    # Measured: without masks it pays to form the next scores ahead; with masks the registers do not suffice.
-    AHEAD: gl.constexpr = not HAS_LEFT and not HAS_RIGHT
+    # Under a causal mask all blocks of a sample end on one query tile, each waiting for the one before: there a sum is
+    # announced before the block waits for its next item.
+    EAGER: gl.constexpr = HAS_RIGHT and not HAS_LEFT
     dtype: gl.constexpr = k_ring.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, QUERIES, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, HEAD_DIM, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [QUERIES // 16, 128 // QUERIES], [16, HEAD_DIM * QUERIES // 128, 16])
-    kv_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, HEAD_DIM], dtype)
-    q_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([QUERIES, HEAD_DIM], dtype)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     scale2 = scale * LOG2E
+    steps.store(gl.arange(0, KEYS, gl.SliceLayout(1, s_layout)))
     count = 0
     kv_count = 0
     zero = gl.zeros([KEYS, QUERIES], gl.float32, s_layout)
     dk = gl.zeros([KEYS, HEAD_DIM], gl.float32, o_layout)
     dv = gl.zeros([KEYS, HEAD_DIM], gl.float32, o_layout)
-    mbarrier.wait(q_full.index(0), 0)
-    flags = get(notes, 0, 8)
-    if AHEAD:
-        mbarrier.wait(kv_full.index(0), 0, pred=flags >= 0)
-        k_first = k_ring.index(0)._reinterpret(dtype, [KEYS, HEAD_DIM], kv_shared)
-        q_first = q_ring.index(0)._reinterpret(dtype, [QUERIES, HEAD_DIM], q_shared)
-        s_next = warpgroup_mma(k_first, q_first.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s_next, flags = _next_scores(k_ring, q_ring, notes, q_full, kv_full, 0, 0, zero, HEAD_DIM, QUERIES, KEYS, STAGES)
     while flags >= 0:
         at = count % STAGES
-        phase = (count // STAGES) & 1
         kv = kv_count % 2
-        k = k_ring.index(kv)._reinterpret(dtype, [KEYS, HEAD_DIM], kv_shared)
-        v = v_ring.index(kv)._reinterpret(dtype, [KEYS, HEAD_DIM], kv_shared)
-        q = q_ring.index(at)._reinterpret(dtype, [QUERIES, HEAD_DIM], q_shared)
-        dout = do_ring.index(at)._reinterpret(dtype, [QUERIES, HEAD_DIM], q_shared)
+        k = matrix(k_ring.index(kv), KEYS, HEAD_DIM)
+        v = matrix(v_ring.index(kv), KEYS, HEAD_DIM)
+        q = matrix(q_ring.index(at), QUERIES, HEAD_DIM)
+        dout = matrix(do_ring.index(at), QUERIES, HEAD_DIM)
         stats = stats_ring.index(at)._reinterpret(gl.float32, [2, QUERIES], flat)
-        if AHEAD:
-            mbarrier.wait(do_full.index(at), phase)
-            s = warpgroup_mma_wait(0, deps=[s_next])
-            dp_next = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
-            lse2 = stats.index(0).load(gl.SliceLayout(0, s_layout))
-        else:
-            mbarrier.wait(kv_full.index(kv), (kv_count // 2) & 1)
-            s_next = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-            mbarrier.wait(do_full.index(at), phase)
-            dp_next = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
-            lse2 = stats.index(0).load(gl.SliceLayout(0, s_layout))
-            s = warpgroup_mma_wait(1, deps=[s_next])
+        mbarrier.wait(do_full.index(at), (count // STAGES) & 1)
+        s = warpgroup_mma_wait(0, deps=[s_next])
+        dp_next = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
+        lse2 = stats.index(0).load(gl.SliceLayout(0, s_layout))
         p = gl.exp2(s * scale2 - lse2[None, :])
         if flags & MASKED != 0:
             first = get(notes, 8 * at + 2, 8)
-            key = gl.arange(0, KEYS, gl.SliceLayout(1, s_layout))
-            step = first + gl.arange(0, QUERIES, gl.SliceLayout(0, s_layout))
+            # The numbers 0, 1, 2, ... from shared memory: of constants the compiler would keep dozens in registers.
+            key = steps.load(gl.SliceLayout(1, s_layout))
+            step = first + steps.slice(0, QUERIES).load(gl.SliceLayout(0, s_layout))
             visible = (key < get(notes, 8 * at + 3, 8))[:, None]
             if HAS_RIGHT:
                 visible = visible & (key[:, None] <= step[None, :] + right)
@@ -554,33 +582,25 @@ def _consume(
         ds = gl.convert_layout(ds, p_layout)
         dk_next = warpgroup_mma(ds, q, dk, use_acc=goes_on, is_async=True)
         share, dv, weights = warpgroup_mma_wait(1, deps=[dq_next, dv_next, weights])
-        if AHEAD:  # the scores of the next tile, perhaps of the next block, run beside the end of this one
-            ahead = (count + 1) % STAGES
-            mbarrier.wait(q_full.index(ahead), ((count + 1) // STAGES) & 1)
-            flags_ahead = get(notes, 8 * ahead, 8)
-            kv_ahead = kv_count + gl.where(flags & ENDS != 0, 1, 0)
-            mbarrier.wait(kv_full.index(kv_ahead % 2), (kv_ahead // 2) & 1, pred=flags_ahead >= 0)
-            k_ahead = k_ring.index(kv_ahead % 2)._reinterpret(dtype, [KEYS, HEAD_DIM], kv_shared)
-            q_ahead = q_ring.index(ahead)._reinterpret(dtype, [QUERIES, HEAD_DIM], q_shared)
-            s_ahead = warpgroup_mma(k_ahead, q_ahead.permute((1, 0)), s, use_acc=False, is_async=True)
-        place = get(notes, 8 * at + 1, 8)
+        address = scratch_ptr.to(gl.int64) + get(notes, 8 * at + 1, 8).to(gl.int64) * (4 * QUERIES * HEAD_DIM)
+        mode = gl.where(flags & LAST != 0, 2, gl.where(flags & FRESH != 0, 0, 1))
         turn_at = count % 2
         mbarrier.wait(turn.index(turn_at), (count // 2) & 1)
-        address = scratch_ptr.to(gl.int64) + place.to(gl.int64) * (4 * QUERIES * HEAD_DIM)
-        mode = gl.where(flags & LAST != 0, 2, gl.where(flags & FRESH != 0, 0, 1))
         _add_share(address, share, mode, QUERIES * HEAD_DIM // 256)
-        if AHEAD:
-            dk, ds = warpgroup_mma_wait(1, deps=[dk_next, ds])
-            s_next = s_ahead
-        else:
-            dk, ds = warpgroup_mma_wait(0, deps=[dk_next, ds])
+        if EAGER:
+            mbarrier.arrive(done.index(turn_at), count=1)
         if flags & LAST != 0:
             if flags & FRESH == 0:
                 share += _sum_so_far(address, share, QUERIES * HEAD_DIM // 256)
             _store(dq_ptr, share * scale, get(notes, 8 * at + 4, 8), get(notes, 8 * at + 5, 8),
                    get(notes, 8 * at + 6, 8) * HEAD_DIM, q_stride, QUERIES, HEAD_DIM)
+        s_next, flags_ahead = _next_scores(
+            k_ring, q_ring, notes, q_full, kv_full, count + 1, kv_count + gl.where(flags & ENDS != 0, 1, 0), s,
+            HEAD_DIM, QUERIES, KEYS, STAGES)
+        dk, ds = warpgroup_mma_wait(1, deps=[dk_next, ds])
         mbarrier.arrive(empty.index(at), count=1)
-        mbarrier.arrive(done.index(turn_at), count=1)
+        if not EAGER:
+            mbarrier.arrive(done.index(turn_at), count=1)
         if flags & ENDS != 0:
             k.store((dk * scale).to(dtype))
             v.store(dv.to(dtype))
@@ -588,13 +608,23 @@ def _consume(
             mbarrier.arrive(staged.index(kv), count=1)
             kv_count += 1
         count += 1
-        if AHEAD:
-            flags = flags_ahead
-        else:
-            mbarrier.wait(q_full.index(count % STAGES), (count // STAGES) & 1)
-            flags = get(notes, 8 * (count % STAGES), 8)
-    if AHEAD:
-        warpgroup_mma_wait(0, deps=[s_next, dk, dv])
+        flags = flags_ahead
+    warpgroup_mma_wait(0, deps=[s_next, dk, dv])
+
+
+@gluon.jit
+def _next_scores(
+    k_ring, q_ring, notes, q_full, kv_full, count, kv_count, s, HEAD_DIM: gl.constexpr, QUERIES: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr):
+    """(scores of tile `count`, in flight; its flags): they run beside the end of the tile before."""
+    at = count % STAGES
+    mbarrier.wait(q_full.index(at), (count // STAGES) & 1)
+    flags = get(notes, 8 * at, 8)
+    mbarrier.wait(kv_full.index(kv_count % 2), (kv_count // 2) & 1, pred=flags >= 0)
+    q = matrix(q_ring.index(at), QUERIES, HEAD_DIM)
+    s = warpgroup_mma(
+        matrix(k_ring.index(kv_count % 2), KEYS, HEAD_DIM), q.permute((1, 0)), s, use_acc=False, is_async=True)
+    return s, flags
 
 
 @gluon.jit(do_not_specialize=["slots", "items", "q_slots", "limit", "left", "right"])
@@ -614,6 +644,7 @@ def _backward_kernel(
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], dtype)
     ds_tile = gl.allocate_shared_memory(dtype, [KEYS, QUERIES], ds_layout)
     notes = gl.allocate_shared_memory(gl.int32, [8 * STAGES, 1], numbers)
+    steps = gl.allocate_shared_memory(gl.int32, [KEYS], numbers)
     places = gl.allocate_shared_memory(gl.int32, [8, 1], numbers)
     claims = gl.allocate_shared_memory(gl.int32, [2, 1], numbers)
     orders = gl.allocate_shared_memory(gl.int32, [4, 1], numbers)
@@ -640,9 +671,9 @@ def _backward_kernel(
         mbarrier.init(claimed.index(i), count=1)
         mbarrier.init(taken.index(i), count=1)
     gl.warp_specialize([
-        (_consume, (dq_ptr, scratch_ptr, k_ring, v_ring, q_ring, do_ring, stats_ring, ds_tile, notes, kv_full, staged,
-                    q_full, do_full, empty, turn, done, q_stride, scale, left, right, HAS_LEFT, HAS_RIGHT, HEAD_DIM,
-                    QUERIES, KEYS, STAGES)),
+        (_consume, (dq_ptr, scratch_ptr, k_ring, v_ring, q_ring, do_ring, stats_ring, steps, ds_tile, notes, kv_full,
+                    staged, q_full, do_full, empty, turn, done, q_stride, scale, left, right, HAS_LEFT, HAS_RIGHT,
+                    HEAD_DIM, QUERIES, KEYS, STAGES)),
         (_produce, (q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, records_ptr, k_ring, v_ring, q_ring,
                     do_ring, stats_ring, notes, places, claims, kv_full, staged, q_full, do_full, empty, claimed, taken,
                     slots, items, q_slots, limit, left, right, GROUP, HAS_LEFT, HAS_RIGHT, HEAD_DIM, QUERIES, KEYS,
@@ -689,9 +720,9 @@ def backward(
     if aligned(q_offsets, kv_offsets, out, lse, *(() if dlse is None else (dlse,))):
         key = q.device, q.dtype, q_offsets.dtype, kv_offsets.dtype, heads
     launch(
-        _prepare_kernel, (max(q_slots, slots), 1, 1), key and (key, *strides),
+        _prepare_kernel, (slots + q_slots * heads, 1, 1), key and (key, *strides),
         (out, dout, lse, dlse, dq, dk, dv, stats, counters, records, q_offsets, kv_offsets, *strides, total, total_kv,
-         batch, batch.bit_length(), q_slots, slots, options.left, options.right),
+         batch, q_slots, slots, options.left, options.right),
         (dlse is not None, options.left >= 0, options.right >= 0, heads, kv_heads, dim, QUERIES, KEYS, spread))
     items = slots * kv_heads
     launch(

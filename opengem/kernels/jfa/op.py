@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from opengem.kernels import backend
 from opengem.kernels.custom_op import define
 from opengem.kernels.jfa import cost, reference
 from opengem.kernels.jfa.reference import Options
+
+_OFFSETS = torch.int32, torch.int64
 
 
 @dataclass(frozen=True)
@@ -121,8 +124,11 @@ def _kernels(q: Tensor, bias: Tensor | None, relative: bool, step: str):
     """The module that runs `step` ("forward" or "backward") of these inputs."""
     kind = "none" if bias is None else "relative" if relative else "pair"
     chosen = backend.implementation("jfa", q.device, dtype=q.dtype, head_dim=q.shape[2], bias=kind, step=step)
-    if chosen == "reference":
-        return reference
+    return reference if chosen == "reference" else _module(chosen, step)
+
+
+@functools.cache
+def _module(chosen: str, step: str):
     if chosen == "triton":
         from opengem.kernels.jfa import triton
 
@@ -169,6 +175,19 @@ def _bias_tensor(bias: PairBias | RelativeBias | None, heads: int) -> tuple[Tens
 
 
 def _check(q, k, v, q_offsets, kv_offsets, max_q, max_kv, left, right, bias) -> None:
+    """ValueError for what does not fit; a call that does fit pays for one expression."""
+    shape, partner, offsets, device = q.shape, k.shape, q_offsets.shape, q.device
+    if not (
+        len(shape) == 3 == len(partner) and partner == v.shape and 0 < shape[2] == partner[2] and partner[1] > 0
+        and shape[1] % partner[1] == 0 and q.dtype == k.dtype == v.dtype and q.is_floating_point()
+        and len(offsets) == 1 and offsets[0] > 0 and offsets == kv_offsets.shape and q_offsets.dtype in _OFFSETS
+        and kv_offsets.dtype in _OFFSETS and k.device == v.device == q_offsets.device == kv_offsets.device == device
+        and max_q >= 0 <= max_kv and left >= -1 <= right and bias is None
+    ):
+        _explain(q, k, v, q_offsets, kv_offsets, max_q, max_kv, left, right, bias)
+
+
+def _explain(q, k, v, q_offsets, kv_offsets, max_q, max_kv, left, right, bias) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 3:
             raise ValueError(f"{name} must be [rows, heads, head_dim], got {list(x.shape)}")
@@ -180,7 +199,7 @@ def _check(q, k, v, q_offsets, kv_offsets, max_q, max_kv, left, right, bias) -> 
     if q.shape[2] == 0 or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"q has {q.shape[1]} heads, k has {k.shape[1]}; the first must be a multiple of the second")
     for name, offsets in (("q_offsets", q_offsets), ("kv_offsets", kv_offsets)):
-        if offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64) or offsets.shape[0] == 0:
+        if offsets.dim() != 1 or offsets.dtype not in _OFFSETS or offsets.shape[0] == 0:
             raise ValueError(f"{name} must be int32 or int64 [B + 1], got {offsets.dtype} {list(offsets.shape)}")
         if offsets.device != q.device:
             raise ValueError(f"{name} must be on {q.device} like q, got {offsets.device}")

@@ -146,20 +146,46 @@ def test_cuda_graph_follows_its_inputs():
         assert torch.equal(a, b)
 
 
-def test_no_new_kernels_when_totals_change():
-    from opengem.kernels.jfa import triton as kernels
+@pytest.mark.parametrize("implementation", ["triton", "gluon"])
+def test_no_new_kernels_when_totals_change(implementation):
+    from opengem.kernels.jfa import gluon_sm90, gluon_sm90_backward, triton
 
-    def compiled():
-        jitted = (kernels._forward_kernel, kernels._dq_kernel, kernels._dkdv_kernel)
-        return sum(len(cache[0]) for kernel in jitted for cache in kernel.device_caches.values())
-
+    kernels = {"triton": (triton._forward_kernel, triton._dq_kernel, triton._dkdv_kernel),
+               "gluon": (gluon_sm90._schedule_kernel, gluon_sm90._forward_kernel, gluon_sm90_backward._prepare_kernel,
+                         gluon_sm90_backward._backward_kernel)}[implementation]
     counts = []
-    with backend.force("triton"):
+    with backend.force(implementation):
         for lengths in ([3, 5], [16] * 16, [1], [7, 0, 1000], [33] * 77):
             leaves, m, _ = test_op.make(lengths, dim=64, dtype=torch.bfloat16, device=GPU)
             _step(leaves[:3], grid.offsets(m, GPU), max(m))
-            counts.append(compiled())
-    assert counts[0] == counts[-1], counts
+            counts.append(sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values()))
+    assert counts[0] == counts[-1] > 0, counts
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_extra_memory_is_what_the_docs_say(dim, causal):
+    """Peak beyond inputs and outputs, to a block of the allocator for each of at most eight allocations."""
+    lengths = [500, 1, 0, 1200, 64] * 40
+    leaves, m, _ = test_op.make(lengths, dim=dim, dtype=torch.bfloat16, device=GPU)
+    q, k, v = leaves[:3]
+    offsets, heads, rows = grid.offsets(m, GPU), q.shape[1], q.shape[0]
+    _step((q, k, v), offsets, 1200, causal=causal)
+    slots, records = rows // 64 + len(m) + 1, rows // 128 + len(m) + 1
+
+    def peak_of(run):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = run()
+        return torch.cuda.max_memory_allocated() - before, result
+
+    extra, out = peak_of(lambda: jagged_flash_attention(q, k, v, offsets, max_q=1200, causal=causal))
+    assert abs(extra - out.nbytes - 4 * heads * rows - 20 * records) <= 8 * 512
+    dout = torch.ones_like(out)
+    extra, _ = peak_of(lambda: torch.autograd.grad(out, (q, k, v), dout))
+    formula = 4 * heads * slots * (64 * dim + 129) + 24 * records
+    assert abs(extra - q.nbytes - k.nbytes - v.nbytes - formula) <= 8 * 512
 
 
 def test_compiles_without_graph_breaks_or_recompiles():

@@ -98,3 +98,34 @@ def test_a_nan_in_one_sample_stays_there():
     grads = torch.autograd.grad(out.sum(), leaves[:3])
     rest = torch.tensor([0, 1, 2, 8, 9])
     assert all(x[rest].isfinite().all() for x in (out, *grads))
+
+
+@pytest.mark.parametrize("batch", [1, 17])
+def test_hopper_backward_takes_samples_with_most_work_first(batch):
+    """Records of key tiles: longest samples first, last keys first, and -1 for those of nobody; delta beside them."""
+    from opengem.kernels.jfa import gluon_sm90_backward as kernels
+
+    torch.manual_seed(batch)
+    m, n = (torch.randint(0, 400, (batch,)).tolist() for _ in range(2))
+    q_offsets, kv_offsets = grid.offsets(m), grid.offsets(n)
+    rows, heads, dim = sum(m) + 3, 2, 16
+    q_slots, slots = rows // 64 + batch + 1, (sum(n) + 3) // 128 + batch + 1
+    out, stats = torch.randn(rows, heads, dim), torch.empty(heads, q_slots, 2, 64)
+    records = torch.full((6, slots), -7, dtype=torch.int32)
+    counters = torch.empty(heads * q_slots + 1, dtype=torch.int32)
+    dk = torch.empty(sum(n) + 3, heads, dim)
+    kernels._prepare_kernel[(slots + q_slots * heads, 1, 1)](
+        out, out, torch.zeros(heads, rows), None, torch.empty_like(out), dk, dk.clone(), stats, counters, records,
+        q_offsets, kv_offsets, heads * dim, rows, sum(n) + 3, batch, q_slots, slots, -1, -1, False, False, False, heads,
+        heads, dim, 64, 128)
+    tiles = [(-(-a // 64), -(-b // 128)) for a, b in zip(m, n, strict=True)]
+    want = [(int(kv_offsets[b]), n[b], tile, int(q_offsets[b]), m[b], int(q_offsets[b]) // 64 + b)
+            for b in sorted(range(batch), key=lambda b: (-tiles[b][0] * tiles[b][1], b))
+            for tile in reversed(range(tiles[b][1]))]
+    found = [tuple(record) for record in records.T.tolist()]
+    assert found[:len(want)] == want and all(record[2] == -1 for record in found[len(want):])
+    for b in range(batch):
+        for tile in range(tiles[b][0]):
+            own = out[int(q_offsets[b]) + 64 * tile : min(int(q_offsets[b + 1]), int(q_offsets[b]) + 64 * tile + 64)]
+            delta = stats[:, int(q_offsets[b]) // 64 + b + tile, 1, : len(own)]
+            torch.testing.assert_close(delta, own.square().sum(-1).T)
