@@ -95,7 +95,7 @@ class Baseline(nn.Module):
                 x.append(self.layer(layer, x, states, candidate))
             last = [self.summary(m, states[s].events, states[s].exists, candidate) for s, m in
                     gem.last_summaries.items()]
-        flat = _norm(torch.cat([x[-1], x[0][:, -1:], *[part.to(x[-1].dtype) for part in last]], 1)).flatten(1)
+        flat = _norm(torch.cat([x[-1], *[part.to(x[-1].dtype) for part in last]], 1)).flatten(1)
         return {name: head(flat) for name, head in gem.heads.items()}
 
     def layer(self, layer: Layer, x: list[Tensor], states: dict[str, Padded], candidate: Tensor) -> Tensor:

@@ -112,7 +112,7 @@ class GEM(nn.Module):
             Layer(i, tokens[i], sum(tokens[:i]), streams, config) for i in range(config.layers)
         )
         self.last_summaries = nn.ModuleDict({name: HistorySummary(s, config) for name, s in streams.items()})
-        width = (tokens[-1] + 1 + len(streams) * summary_tokens(config)) * config.dim
+        width = (tokens[-1] + len(streams) * summary_tokens(config)) * config.dim
         self.heads = nn.ModuleDict({label.name: Head(width, config.head_hidden) for label in schema.labels})
 
     def forward(self, batch: Batch, embedded: Embedded) -> dict[str, Tensor]:
@@ -123,7 +123,7 @@ class GEM(nn.Module):
             x.append(layer(x, states, candidate))
         for name, summary in self.last_summaries.items():
             states[name] = replace(states[name], summary=summary(states[name], candidate))
-        last = torch.cat([x[-1], x[0][:, -1:], *[state.summary.to(x[-1].dtype) for state in states.values()]], 1)
+        last = torch.cat([x[-1], *[state.summary.to(x[-1].dtype) for state in states.values()]], 1)
         last = layer_norm(last).flatten(1)
         return {name: head(last) for name, head in self.heads.items()}
 
