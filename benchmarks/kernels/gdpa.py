@@ -141,6 +141,10 @@ def _fa4(max_q: int, max_kv: int, batch: int) -> Callable:
 
 
 def _padded(max_q: int, max_kv: int, batch: int) -> Callable:
+    from torch._functorch import config
+
+    config.donated_buffer = False  # the backward is timed several times
+
     def pad(x: Tensor, offsets: Tensor, size: int) -> tuple[Tensor, Tensor]:
         position = torch.arange(size, device=x.device)
         live = position < offsets.diff()[:, None]

@@ -32,11 +32,7 @@ RESIDENT_KEYS = 256  # as many stay in shared memory for a whole sample
 # Forward: key rows of a tile, stages, whether the warpgroups take turns at the matrix unit
 STREAM = (128, 2, True)
 RESIDENT, RESIDENT_SHORT = (128, 2, False), (64, 4, False)  # the latter where queries are at most RESIDENT_KEYS too
-ALONE = False
-A_STREAM = A_RESIDENT = (128, 2, 3)
-A_SHORT = (64, 4, 3)
-TURNS = True
-OWNER_KEYS = 512  # most keys a sample may have for the backward in which a block owns a sample and head
+OWNER_KEYS = 256  # most keys a sample may have for the backward in which a block owns a sample and head
 OWNED_KEYS = 128  # key rows at a time of the backward in one kernel (`gluon_sm90_backward.py`)
 BACKWARD_STAGES = (3, 2)  # tiles of queries, of output gradients
 
@@ -120,17 +116,6 @@ def _gluon_forward(q, k, v, q_offsets, schedule, plan, max_q, max_kv, activation
     head_strides = q.stride(1), k.stride(1), v.stride(1)
     start = 4 + 4 * (plan.q_bound + plan.kv_bound) if resident else 4
     fold = activation in FOLDED and q.dtype == torch.bfloat16
-    if ALONE:
-        from opengem.kernels.gdpa import gluon_sm90_alone
-
-        rows, stages, q_stages = A_STREAM if not resident else A_RESIDENT if max_q > RESIDENT_KEYS else A_SHORT
-        launch(
-            gluon_sm90_alone.forward, (blocks, 1, 1),
-            _key(plan, (out.numel() >> 31, *head_strides), q_offsets, schedule, q),
-            (*gluon_sm90.ragged((q, 64), (k, rows), (v, rows), (out, 64)), out, q_offsets, schedule, plan.batch,
-             start, out.numel(), scale, plan.heads, *head_strides),
-            (activation, plan.dim, rows, stages, q_stages, resident, fold))
-        return out
     rows, stages, turns = STREAM if not resident else RESIDENT if max_q > RESIDENT_KEYS else RESIDENT_SHORT
     launch(
         gluon_sm90.forward, (blocks, 1, 1), _key(plan, (out.numel() >> 31, *head_strides), q_offsets, schedule, q),
@@ -209,7 +194,7 @@ def backward(
         return tuple(x.new_zeros(x.shape) for x in (q, k, v))
     if gluon and _gluon_fits(q, k, plan):
         tensors = (*(_tma_ready(x) for x in (grad, q, k, v)), q_offsets, kv_offsets, schedule)
-        if plan.dim == 128 and (max_kv <= OWNER_KEYS or TURNS and max_kv <= 2 * max_q):
+        if plan.dim == 128 and (max_kv <= OWNER_KEYS or max_kv <= 2 * max_q):
             return _backward_in_one(*tensors, plan, max_q, max_kv, activation, scale)
         return _gluon_backward(*tensors, plan, activation, scale)
     grad, q, k, v = (_rows_contiguous(x) for x in (grad, q, k, v))

@@ -83,9 +83,10 @@ def test_head_dimensions_and_dtypes(dim, dtype, lengths):
     assert_accurate(*build(lengths, [300, 70, 129], dim=dim, dtype=dtype, heads=3))
 
 
-@pytest.mark.parametrize("kv_lengths", [[512, 129, 0, 1, 300], [130, 512, 65, 3, 511]], ids=["cross", "mixed"])
+@pytest.mark.parametrize("kv_lengths", [[512, 129, 0, 1, 300], [130, 512, 65, 3, 511], [256, 129, 0, 1, 200]],
+                         ids=["cross", "mixed", "one owner"])
 def test_dq_over_several_key_tiles(kv_lengths):
-    """The backward in one kernel: dq grows from tile to tile of 128 keys."""
+    """The backward in one kernel: dq is summed over tiles of 128 keys, by one block where keys are at most 256."""
     assert_accurate(*build([130, 512, 65, 0, 300], kv_lengths, dim=128))
 
 
@@ -262,16 +263,16 @@ def test_many_tiny_samples():
 
 @pytest.mark.parametrize("last", [40, 200])
 def test_addresses_past_two_to_the_31(last):
-    """K6: row stride 2048, the last sample starts near row 2^20."""
+    """K6: row stride 2048, the last sample starts at row 2^20, behind 2^14 of 64 rows."""
     rows = 2**20 + last
     storage = torch.zeros(rows, 2048, device="cuda", dtype=torch.bfloat16)
     storage[-last:] = torch.randn(last, 2048, device="cuda", dtype=torch.bfloat16)
     q, k, v = (storage[:, i * 64 : (i + 1) * 64].unflatten(1, (1, 64)) for i in range(3))
-    far = torch.tensor([0, 0, 2**20, rows], device="cuda")
+    far = torch.cat([torch.arange(0, 2**20 + 1, 64), torch.tensor([rows])]).cuda()
     near = grid.offsets([last], "cuda")
     with torch.no_grad():
-        got = gdpa(q, k, v, far, max_q=last if last > 64 else 2**20)
-        want = gdpa(*(x[-last:].contiguous() for x in (q, k, v)), near, max_q=last if last > 64 else 2**20)
+        got = gdpa(q, k, v, far, max_q=max(last, 64))
+        want = gdpa(*(x[-last:].contiguous() for x in (q, k, v)), near, max_q=max(last, 64))
     assert torch.equal(got[-last:], want)
 
 
