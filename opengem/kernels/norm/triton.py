@@ -15,11 +15,14 @@ from torch import Tensor
 from opengem.kernels.launch import kind_of, launch, multiprocessors
 from opengem.kernels.mx.triton import quantize_tile
 
-TILE = 8192  # elements of a tile of the forward
-WARPS = 8  # for it
+WIDE = 1024  # above it the forward has eight warps, not four
+TILE = 2048  # elements of a tile of the forward
+CENTERED_TILE = 4096  # the same where the mean is taken as well
+WIDE_TILE = 8192
 BACKWARD_TILE = 2048  # the same for the backward, which holds more of them
 BACKWARD_PROGRAMS = 2  # of eight warps an SM
 BACKWARD_STAGES = 4  # tiles under way: the sums over a row would otherwise leave the memory idle
+CENTERED_BACKWARD = {1024: (4096, 2, 3), 4096: (2048, 4, 4)}  # by width: tile, programs, stages that were faster
 QUANTIZED_WIDTH = 1024  # up to it the fused quantisation keeps 32 whole rows in registers
 QUANTIZED_COLUMNS = 64  # of the 32 rows a warp takes, with two registers a thread for each
 QUANTIZED_STAGES = 3  # tiles under way; two where a residual doubles them
@@ -243,10 +246,11 @@ def norm_forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias
     y, (total, mean, rstd) = x.new_empty(x.shape), row_outputs(x, residual, centered)
     tensors, key, present = _inputs(x, residual, weight, bias)
     padded = triton.next_power_of_2(width)
-    tile_rows = max(1, TILE // padded)
+    tile, warps = (WIDE_TILE, 8) if padded > WIDE else (CENTERED_TILE if centered else TILE, 4)
+    tile_rows = max(1, tile // padded)
     if rows:
         launch(_forward, (triton.cdiv(rows, tile_rows), 1, 1), key, (*tensors, y, total, mean, rstd, rows, width, eps),
-               (centered, *present, tile_rows, padded), warps=WARPS)
+               (centered, *present, tile_rows, padded), warps=warps)
     return y, total, mean, rstd
 
 
@@ -280,15 +284,17 @@ def norm_backward(grad: Tensor, grad_total: Tensor | None, total: Tensor, weight
     rows, width = total.shape
     grad_x = total.new_empty(total.shape)
     padded = triton.next_power_of_2(width)
-    tile_rows = max(1, BACKWARD_TILE // padded)
+    usual = BACKWARD_TILE, BACKWARD_PROGRAMS, BACKWARD_STAGES
+    tile, programs, stages = CENTERED_BACKWARD.get(padded, usual) if mean.numel() else usual
+    tile_rows = max(1, tile // padded)
     warps = min(max(8, padded // 256), 16)
-    programs = min(triton.cdiv(rows, tile_rows), BACKWARD_PROGRAMS * 8 // warps * multiprocessors(total.device))
+    programs = min(triton.cdiv(rows, tile_rows), programs * 8 // warps * multiprocessors(total.device))
     shares = [rstd.new_empty(programs if used else 0, width) for used in (weight is not None, has_bias)]
     (total, grad, grad_total, scale), key, present = _inputs(total, grad, grad_total, weight)
     if rows:
         launch(_backward, (programs, 1, 1), key,
                (grad, grad_total, total, scale, mean, rstd, grad_x, *shares, rows, width),
-               (mean.numel() > 0, *present[1:], has_bias, tile_rows, padded, BACKWARD_STAGES), warps=warps)
+               (mean.numel() > 0, *present[1:], has_bias, tile_rows, padded, stages), warps=warps)
     vectors = [share.sum(0) if used else rstd.new_empty(0)
                for share, used in zip(shares, (weight is not None, has_bias), strict=True)]
     return grad_x, vectors[0], vectors[1]
