@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from opengem.kernels.launch import kind_of, launch
+from opengem.kernels.launch import aligned, kind_of, launch
 from opengem.kernels.norm import triton as portable
 
 KEEP_NAN = gl.constexpr(tl.PropagateNan.ALL)
@@ -241,8 +241,10 @@ def _plan(slices: int, residual: bool) -> tuple[int, int]:
 
 def norm_quantize_forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
                           centered: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See `reference.norm_quantize_forward`."""
-    x = x.contiguous()
+    """See `reference.norm_quantize_forward`; rows that do not start at 16 bytes, which TMA needs, go to Triton."""
+    x, residual = x.contiguous(), None if residual is None else residual.contiguous()
+    if not aligned(x, *(() if residual is None else (residual,))):
+        return portable.norm_quantize_forward(x, residual, weight, bias, eps, centered)
     rows, width = x.shape
     data = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
     scale = x.new_empty((-(-rows // 32), -(-width // 32)), dtype=torch.uint8)

@@ -67,10 +67,10 @@ def _heads(q: Tensor, kv: Tensor, counting: int) -> list[tuple[Tensor, Tensor, T
 def _run_forward(q: Tensor, kv: Tensor, q_offsets: Tensor, kv_offsets: Tensor, max_q: int, max_kv: int,
                  counting: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     average, count = _heads(q, kv, counting)
-    scale, none = q.shape[2] ** -0.5, kv_offsets.new_empty(0, dtype=torch.int32)
+    scale = q.shape[2] ** -0.5
     rows = q_offsets, kv_offsets
     averages, lse = torch.ops.opengem.jfa_fwd(*average, *rows, None, False, max_q, max_kv, scale, -1, -1)
-    sums = torch.ops.opengem.gdpa_fwd(*count, *rows, none, max_q, max_kv, "relu", scale, False)
+    sums = torch.ops.opengem.gdpa_fwd(*count, *rows, None, max_q, max_kv, "relu", scale, False)
     return _around(q, q.shape[1] * q.shape[2]).join(averages, sums), averages, lse, sums
 
 
@@ -87,9 +87,10 @@ def _run_backward(
     average, count = _heads(q, kv, counting)
     dq, dkv = q.new_empty(q.shape), kv.new_empty(kv.shape)
     (dq_average, *room), (dq_count, *room_count) = _heads(dq, dkv, counting)
-    scale, none = q.shape[2] ** -0.5, kv_offsets.new_empty(0, dtype=torch.int32)
+    scale = q.shape[2] ** -0.5
     saved = grad[:, : averages.shape[1]], None, *average, averages, lse, q_offsets, kv_offsets, None
     facts = {"dtype": q.dtype, "head_dim": q.shape[2], "bias": "none", "step": "backward"}
+    facts["few_queries"] = 2 * max_q < max_kv
     if backend.implementation("jfa", q.device, **facts) == "gluon":
         from opengem.kernels.jfa import gluon_sm90_backward
 
@@ -98,7 +99,7 @@ def _run_backward(
         found = torch.ops.opengem.jfa_bwd(*saved, False, max_q, max_kv, scale, -1, -1)
     of_sums = _around(q, q.shape[1] * q.shape[2]).split(grad, sums)
     counted = torch.ops.opengem.gdpa_bwd(
-        of_sums, *count, q_offsets, kv_offsets, none, max_q, max_kv, "relu", scale, False)
+        of_sums, *count, q_offsets, kv_offsets, None, max_q, max_kv, "relu", scale, False)
     for own, made in zip((dq_average, *room, dq_count, *room_count), (*found[:3], *counted), strict=True):
         if own.data_ptr() != made.data_ptr() or own.stride() != made.stride():
             own.copy_(made)

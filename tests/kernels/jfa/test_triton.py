@@ -116,8 +116,8 @@ def test_hopper_backward_takes_samples_with_most_work_first(batch):
     dk = torch.empty(sum(n) + 3, heads, dim)
     kernels._prepare_kernel[(slots + q_slots * heads, 1, 1)](
         out, out, torch.zeros(heads, rows), None, torch.empty_like(out), dk, dk.clone(), stats, counters, records,
-        q_offsets, kv_offsets, heads * dim, rows, sum(n) + 3, batch, q_slots, slots, -1, -1, False, False, False, heads,
-        heads, dim, 64, 128)
+        q_offsets, kv_offsets, heads * dim, heads * dim, rows, sum(n) + 3, batch, q_slots, slots, -1, -1, False, False,
+        False, heads, heads, dim, 64, 128, 0)
     tiles = [(-(-a // 64), -(-b // 128)) for a, b in zip(m, n, strict=True)]
     want = [(int(kv_offsets[b]), n[b], tile, int(q_offsets[b]), m[b], int(q_offsets[b]) // 64 + b)
             for b in sorted(range(batch), key=lambda b: (-tiles[b][0] * tiles[b][1], b))

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from opengem.kernels import backend
 from opengem.kernels.pool import reference
+from opengem.kernels.pool.op import average_and_count
 from tests.kernels.interpret import DEVICE, DTYPES, close_to, needs_kernels
 
 
@@ -36,3 +38,22 @@ def test_seeds_are_modulated(seeds, samples, width, dtype, poisoned_empty):
     inputs = [x.to(dtype) for x in (seed, *scale_shift.chunk(2, 1))]
     compare("modulate", dtype, *inputs)
     compare("modulate_backward", dtype, torch.randn(samples, seeds, width, device=DEVICE).to(dtype), *inputs)
+
+
+@needs_kernels
+@pytest.mark.parametrize("lengths", [[0, 0], [5, 0, 70, 1]])
+def test_pooling_runs_where_every_part_of_it_is_a_kernel(lengths, poisoned_empty):
+    torch.manual_seed(0)
+    seeds, heads, dim = 16, 3, 32
+    offsets = [torch.tensor([0, *rows], device=DEVICE).cumsum(0) for rows in ([seeds] * len(lengths), lengths)]
+    q = torch.randn(seeds * len(lengths), heads, dim, device=DEVICE).to(DTYPES[0])
+    kv = torch.randn(sum(lengths), 2 * heads, dim, device=DEVICE).to(DTYPES[0])
+    found = {}
+    for name, dtype in (("reference", torch.float64), ("triton", DTYPES[0])):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (q, kv)]
+        with backend.force(name):
+            out = average_and_count(*leaves, *offsets, max_q=seeds, max_kv=max(lengths), counting=1)
+            found[name] = [out, *torch.autograd.grad(out.square().sum(), leaves)]
+    rounding = 1e-4 if DTYPES[0] == torch.float32 else 5e-2
+    for got, exact in zip(found["triton"], found["reference"], strict=True):
+        torch.testing.assert_close(got.double(), exact, rtol=rounding, atol=rounding)
