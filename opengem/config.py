@@ -63,7 +63,7 @@ class SparseConfig:
     """Embedding tables and their optimiser."""
 
     dim: int = 32
-    """width of an embedding row"""
+    """width of an embedding row, at most 1,024"""
     max_rows: int = 0
     """hash larger tables to this many rows by modulo (0: a row for every id; ids are range-checked)"""
     init_std: float = 0.02
@@ -71,7 +71,7 @@ class SparseConfig:
     lr: float = 0.05
     """learning rate of row-wise Adagrad"""
     eps: float = 1e-8
-    """epsilon of row-wise Adagrad"""
+    """epsilon of row-wise Adagrad, above 0: rows without a gradient stay as they are"""
     dtype: str = "float32"
     """of stored rows: float32, bfloat16 or float16 (16-bit rows are rounded stochastically)"""
     fully_shard: bool = False
@@ -95,8 +95,10 @@ class SparseConfig:
         _one_of("sparse.replicas", self.replicas, ("exact", "average"))
         _one_of("sparse.reads", self.reads, ("rows", "chunks"))
         _at_least("sparse.chunk_mb", self.chunk_mb, 1)
-        for name, low in {"dim": 1, "max_rows": 0, "copy_rows": 0, "init_std": 0.0, "lr": 0.0, "eps": 0.0}.items():
+        for name, low in {"dim": 1, "max_rows": 0, "copy_rows": 0, "init_std": 0.0, "lr": 0.0}.items():
             _at_least(f"sparse.{name}", getattr(self, name), low)
+        _require(self.eps > 0, "sparse.eps", self.eps, "must be above 0", "for example 1e-8")
+        _require(self.dim <= 1024, "sparse.dim", self.dim, "must be at most 1,024", "for example 256")
 
 
 @dataclass(frozen=True)
@@ -245,7 +247,8 @@ class TrainConfig:
     compile: bool = False
     """torch.compile the model"""
     pipeline: bool = True
-    """copy the next batches to the device and distribute their ids while one trains; changes no bit of the results"""
+    """copy the next batches to the device and distribute their ids while one trains; changes no bit of the results,
+    but a fault in one of the next two batches ends the run before this one is learned from and saved"""
     save_every: int = 1000
     """steps between checkpoints (0: only at the end)"""
     keep_checkpoints: int = 2

@@ -171,11 +171,14 @@ class Job:
 
     def restore(self, path: Path) -> str:
         """Load a complete checkpoint into this job; returns the progress text it was saved with."""
+        self.stopped.zero_()
         state = self.state("")
         checkpoint.load(path, state)
         if state["progress"]["fits"] != self._fits():
             raise UserError(f"checkpoint {path} is of another model, or of a data set with other inputs or labels")
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        for group in self.optimizer.param_groups:
+            group["fused"] = True  # which a checkpoint may contradict and `optim.update` relies on
         self.embeddings.load_state_dict(state["embeddings"])
         torch.set_rng_state(state["random"]["cpu"])
         if "cuda" in state["random"]:

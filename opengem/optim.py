@@ -1,4 +1,4 @@
-"""The dense optimiser, the learning-rate schedule and the check before a step.
+"""The dense optimiser and the learning-rate schedule.
 
 Embedding tables update themselves (`sparse/`): their row-wise Adagrad is fused with the backward of the lookup.
 """
@@ -33,12 +33,15 @@ class Copies:
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self.model = model
         self.names = [name for name, _ in model.named_parameters()]
-        self.of = {p: torch.empty_like(p, dtype=dtype).requires_grad_() for p in model.parameters()}
-        self.versions: list[int] = []
+        self.of = {p: torch.empty_like(p, dtype=dtype).requires_grad_(p.requires_grad) for p in model.parameters()}
+        self.versions: list[tuple[int, int]] = []
 
     def named(self) -> dict[str, Tensor]:
-        """Name -> copy; made anew if anything but `update` has written a parameter."""
-        versions = [parameter._version for parameter in self.of]
+        """Name -> copy; made anew if anything but `update` has written a parameter, or put another tensor in its place.
+
+        What is written through `.data` leaves no trace: whoever does that sets `versions = []`.
+        """
+        versions = [(parameter._version, parameter.data_ptr()) for parameter in self.of]
         if versions != self.versions:
             with torch.no_grad():
                 torch._foreach_copy_(list(self.of.values()), list(self.of))
@@ -55,8 +58,7 @@ def update(optimizer: torch.optim.AdamW, grads: dict[Tensor, Tensor], copies: Co
            limit: float, skip: Tensor) -> None:
     """One step with gradients of norm `norm` clipped to `limit` (0: as they are); nothing where `skip` (0-dim) is 1.
 
-    grads: parameter -> gradient. Both clipping and the decision are part of the kernel: no pass over the gradients, and
-    no wait for the device.
+    grads: parameter -> gradient. Clipping and the decision are made on the device; the host does not wait for it.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -69,6 +71,7 @@ def update(optimizer: torch.optim.AdamW, grads: dict[Tensor, Tensor], copies: Co
     optimizer.found_inf = skip
     optimizer.step()
     optimizer.zero_grad()
+    del optimizer.grad_scale, optimizer.found_inf  # of this step alone
 
 
 def _update_in_one_launch(optimizer, grads, copies, norm, limit, skip) -> None:
@@ -84,9 +87,10 @@ def _update_in_one_launch(optimizer, grads, copies, norm, limit, skip) -> None:
         return
     group, steps = optimizer.param_groups[0], [state["step"] for state in states]
     torch._foreach_add_(steps, 1 - skip)
-    betas = torch.tensor(group["betas"], dtype=torch.float64, device=norm.device)
+    step = steps[0].double()
+    corrections = torch.stack([1 - beta**step for beta in group["betas"]]).float()  # a tensor of betas would be a sync
     adamw(
         parameters, [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states],
         [grads[p] for p in parameters], None if copies is None else [copies.of[p] for p in parameters],
-        tuple(g["weight_decay"] for g, _ in chosen), (1 - betas ** steps[0]).float(), norm, skip, limit, group["lr"],
+        tuple(g["weight_decay"] for g, _ in chosen), corrections, norm, skip, limit, group["lr"],
         group["betas"], group["eps"])

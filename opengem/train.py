@@ -72,7 +72,7 @@ def _train(config: Config, data: Path, out: Path, resume: str, with_baselines: b
     options = (job.step, job.total_steps, config.train.progress, peak)
     with RunLog(out, to_json(config), *options) if first else NoLog() as log:
         job.model.train()
-        unread: list[tuple[Step, Batch]] = []
+        unread: list[tuple[Step, Tensor]] = []
         feed = Feed(job, loader, progress)
         for batch, ids in feed:
             logits = job.forward(batch, ids)
@@ -82,7 +82,7 @@ def _train(config: Config, data: Path, out: Path, resume: str, with_baselines: b
             last = job.step == job.total_steps
             logs = last or job.step % config.train.log_every == 0
             saves = last or (config.train.save_every and job.step % config.train.save_every == 0)
-            unread = _read([*unread, (step, batch)], 0 if logs or saves else 1, out)
+            unread = _read([*unread, (step, batch.rows)], 0 if logs or saves else 1, out)
             if logs:
                 job.embeddings.check()
                 log.write(progress.line(job, step, batch, rates))
@@ -293,21 +293,21 @@ def _baselines(config: Config, data: Path, schema: Schema, rates: dict[str, floa
     return baselines.compute(data, schema, **splits, seed=config.train.seed, rates=rates)
 
 
-def _read(steps: list[tuple[Step, Batch]], keep: int, out: Path) -> list[tuple[Step, Batch]]:
-    """The newest `keep` of the steps; NonFiniteError if one before them was not finite.
+def _read(steps: list[tuple[Step, Tensor]], keep: int, out: Path) -> list[tuple[Step, Tensor]]:
+    """The newest `keep` of the (step, rows it learned from); NonFiniteError if one before them was not finite.
 
     Reading the newest step as well would wait until the device has done it, and leave it without work for the next.
     """
-    for step, batch in steps[: len(steps) - keep]:
+    for step, rows in steps[: len(steps) - keep]:
         if not step.finite():
-            raise NonFiniteError(_explain(step, batch, out))
+            raise NonFiniteError(_explain(step, rows, out))
     return steps[len(steps) - keep :]
 
 
-def _explain(step: Step, batch: Batch, out: Path) -> str:
-    rows = f"rows {int(batch.rows.min())} to {int(batch.rows.max())}" if batch.batch_size else "no rows on this rank"
+def _explain(step: Step, rows: Tensor, out: Path) -> str:
+    where = f"rows {int(rows.min())} to {int(rows.max())}" if rows.numel() else "no rows on this rank"
     return (
-        f"step {step.number}, {rows}: loss {step.loss.item()}, dense gradient norm {step.norm.item()}; no step was "
+        f"step {step.number}, {where}: loss {step.loss.item()}, dense gradient norm {step.norm.item()}; no step was "
         f"taken, the last complete checkpoint in {out}/checkpoints is intact. Lower --optim.lr or --sparse.lr, or look "
         "at the rows"
     )

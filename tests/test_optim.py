@@ -41,6 +41,34 @@ def test_an_update_that_is_skipped_changes_nothing_and_is_not_counted():
     assert all(state["step"] == 0 and not state["exp_avg"].any() for state in optimizer.state.values())
 
 
+def test_a_skipped_update_does_not_stop_a_later_plain_step():
+    model = nn.Linear(2, 2)
+    optimizer, before = dense_optimizer(model, OptimConfig()), model.weight.detach().clone()
+    grads = {parameter: torch.ones_like(parameter) for parameter in model.parameters()}
+    update(optimizer, grads, None, 0.1, gradient_norm(list(grads.values())), 1.0, torch.ones(()))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+
+
+def test_copies_follow_parameters_that_were_written_or_replaced():
+    model = nn.Linear(2, 2, bias=False)
+    copies = Copies(model, torch.bfloat16)
+    for change in (lambda: model.weight.fill_(2.0), lambda: setattr(model.weight, "data", torch.full((2, 2), 3.0))):
+        copies.named()
+        with torch.no_grad():
+            change()
+        assert torch.equal(copies.named()["weight"], model.weight.to(torch.bfloat16))
+
+
+def test_frozen_parameters_have_copies_without_gradients():
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    assert {name: copy.requires_grad for name, copy in Copies(model, torch.bfloat16).named().items()} == {
+        "weight": True, "bias": False}
+
+
 def test_only_matrices_decay():
     model = nn.Linear(2, 2)
     groups = dense_optimizer(model, OptimConfig(weight_decay=0.1)).param_groups

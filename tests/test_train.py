@@ -141,6 +141,19 @@ def test_nan_in_one_step_leaves_parameters_and_tables_untouched(data):
     assert all(torch.equal(v, tables[k]) for k, v in job.embeddings.state_dict()["weight"].items())
 
 
+def test_a_job_that_met_a_nan_learns_again_from_a_checkpoint(data, whole):
+    """The flag that stops all later steps stayed up; a checkpoint without fused steps failed in the first one."""
+    job = build(small.config(), Schema.load(data))
+    batch = next(iter(job.loader(data, "train", training=True)))
+    assert not job.learn(job.loss(job.forward(batch), batch) * float("nan")).finite()
+    for group in job.optimizer.param_groups:
+        group["fused"] = None
+    job.restore(checkpoint.find(whole[0] / "checkpoints"))
+    before = {k: v.clone() for k, v in job.model.state_dict().items()}
+    assert job.learn(job.loss(job.forward(batch), batch)).finite()
+    assert any(not torch.equal(v, before[k]) for k, v in job.model.state_dict().items())
+
+
 def test_a_run_folder_is_not_mixed_with_another_config(data, whole):
     run, _ = whole
     with pytest.raises(UserError, match="another config"):

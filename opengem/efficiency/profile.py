@@ -273,7 +273,8 @@ def largest_batch(job, batch_of: Callable[[int], Batch], probe: int, limit: int,
             if size <= 8:
                 raise
         batch = None
-        job.optimizer.zero_grad(set_to_none=True)
+        for x in job.model.parameters() if job.copies is None else job.copies.of.values():
+            x.grad = None
         job.embeddings.discard()
         size = max(8, int(0.9 * size) // 8 * 8)
 

@@ -2,7 +2,7 @@
 
 A call from plain eager code goes to the kernel (or to its `autograd.Function`) directly. The dispatcher, whose two ways
 into Python cost more than all the rest, is asked only where somebody may be listening: a compiler, a dispatch mode
-(fake tensors, FLOP counters), a functional transform, a profiler, a tensor subclass.
+(fake tensors, FLOP counters), a torch function mode, a functional transform, a profiler, a tensor subclass.
 """
 
 from __future__ import annotations
@@ -71,4 +71,5 @@ def _wants_gradient(args: tuple) -> bool:
 
 def _nobody_listens(args: tuple) -> bool:
     return (_PLAIN.issuperset(map(type, args)) and not torch._C._len_torch_dispatch_stack()
+            and not torch._C._len_torch_function_stack()
             and torch._C._functorch.peek_interpreter_stack() is None and not torch.autograd._profiler_enabled())

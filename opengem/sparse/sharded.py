@@ -18,7 +18,7 @@ from opengem.config import SparseConfig
 from opengem.data.schema import Feature, Schema
 from opengem.errors import UserError
 from opengem.kernels.jagged_ops.op import gather_rows
-from opengem.mesh import Mesh, all_gather, exchange, ranks_per_node, swap_counts
+from opengem.mesh import Mesh, all_gather, exchange, max_over_ranks, ranks_per_node, swap_counts
 from opengem.sparse.collection import (
     EmbeddingCollection,
     LocalRouter,
@@ -48,7 +48,8 @@ def shard(
     copies = Copies(*(axes.get_group("sparse_replica") for axes in (mesh.sparse, mesh.ids)))
     row_bytes = config.dim * row_dtype(config).itemsize + 4
     load = {name: float(sum(slot.table == name for slot in slots)) for name in rows}
-    node = _in_a_node(group.size(), copies.group.size())
+    local = int(max_over_ranks(torch.tensor(ranks_per_node(), device=device)))  # nodes may differ, plans may not
+    node = _in_a_node(group.size(), copies.group.size(), local)
     made = plan(
         rows, group.size(), row_bytes=row_bytes, load=load, ranks_per_node=node, placement=config.placement,
         copy_rows=config.copy_rows,
@@ -77,10 +78,10 @@ def shard(
     return collection
 
 
-def _in_a_node(ranks: int, copies: int) -> int:
+def _in_a_node(ranks: int, copies: int, local: int) -> int:
     """Of the ranks of a shard group, those of one node (0: all, or they do not fill whole nodes); copies are
     neighbours."""
-    inside = max(ranks_per_node() // copies, 1)
+    inside = max(local // copies, 1)
     return inside if ranks % inside == 0 else 0
 
 

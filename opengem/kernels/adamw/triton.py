@@ -68,7 +68,7 @@ def _adamw(
                    beta2, eps, COPIES, CHUNK, False)
 
 
-@functools.cache
+@functools.lru_cache(4)
 def _chunks(sizes: tuple[int, ...], decays: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """(tensor of each chunk, its first element, decay of each tensor)."""
     counts = torch.tensor([-(-size // CHUNK) for size in sizes])

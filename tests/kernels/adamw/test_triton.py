@@ -44,6 +44,23 @@ def test_all_parameters_in_one_launch_step_as_torch_steps_them(copied):
     assert all(torch.equal(copy, p.to(dtype)) for copy, p in zip(copies, parameters, strict=False))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+def test_a_step_does_not_wait_for_the_device():
+    _trained(DEVICE, torch.bfloat16, True)
+    torch.manual_seed(0)
+    module = nn.Linear(70, 70).to(DEVICE)
+    optimizer, copies = dense_optimizer(module, OptimConfig()), Copies(module, torch.bfloat16)
+    grads = {p: torch.randn_like(p, dtype=torch.bfloat16) for p in module.parameters()}
+    norm, skip = gradient_norm(list(grads.values())), torch.zeros((), device=DEVICE)
+    update(optimizer, grads, copies, 0.01, norm, 1.0, skip)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        update(optimizer, grads, copies, 0.01, norm, 1.0, skip)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @needs_kernels
 @pytest.mark.parametrize("kind", ["reference", "triton"])
 @pytest.mark.parametrize("size", [0, 1, 5000])
