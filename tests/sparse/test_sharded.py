@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from opengem import checkpoint
 from opengem.errors import UserError
+from opengem.mesh import ranks_per_node
 from opengem.sparse.collection import EmbeddingCollection
 from opengem.sparse.fully_sharded_2d import FullyShardedTables
 from opengem.sparse.plan import plan
@@ -258,7 +259,7 @@ def test_columns_are_shared_by_all_ranks_and_so_is_the_load():
 def test_shards_of_a_node_are_known_from_the_launcher(here, ranks, copies, node, monkeypatch):
     """Copies are neighbours, so a node of 8 processes with 2 copies holds 4 ranks of each shard group."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
-    assert _in_a_node(ranks, copies) == node
+    assert _in_a_node(ranks, copies, ranks_per_node()) == node
 
 
 def test_a_plan_names_what_it_does_not_know():
