@@ -79,8 +79,8 @@ def _modulation(pointer, sample, stride, columns, width):
     return tl.load(pointer + sample * stride + columns, mask=columns < width, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["samples"])
-def _modulate(seed, scale, shift, out, samples, seeds, width, scale_stride, shift_stride, EPS: tl.constexpr,
+@triton.jit
+def _modulate(seed, scale, shift, out, seeds, width, scale_stride, shift_stride, EPS: tl.constexpr,
               ROWS: tl.constexpr, BLOCK: tl.constexpr):
     sample, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -123,7 +123,7 @@ def modulate(seed: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     if out.numel():
         strides = width, scale.stride(0), shift.stride(0)
         launch(_modulate, (samples, triton.cdiv(seeds, ROWS), 1), kind_of(seed, scale, shift, facts=(seeds, *strides)),
-               (seed, scale, shift, out, samples, seeds, *strides), (EPS, ROWS, triton.next_power_of_2(width)), 8)
+               (seed, scale, shift, out, seeds, *strides), (EPS, ROWS, triton.next_power_of_2(width)), 8)
     return out
 
 
