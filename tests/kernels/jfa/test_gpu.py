@@ -94,6 +94,36 @@ def test_same_bits_in_every_run_and_in_every_batch_order(option):
     assert all(torch.equal(a[rows], b) for a, b in zip(here, there, strict=True))
 
 
+@pytest.mark.parametrize("option", ["plain", "causal", "window"])
+def test_more_samples_than_are_sorted_have_the_gradients_of_smaller_batches(option):
+    """Up to 2,048 samples the Hopper backward takes those with most work first, beyond that all in their order."""
+    lengths, options = [3, 0, 130, 64, 1] * 500, test_op.OPTIONS[option]
+    leaves, m, n = test_op.make(lengths, dim=64, dtype=torch.bfloat16, device=GPU)
+    whole = torch.autograd.grad(test_op.run(leaves, m, n, **options)[0].sum(), leaves[:3])
+    rows = sum(lengths) // 5
+    for part in range(5):
+        mine = [x.detach()[part * rows : (part + 1) * rows].requires_grad_() for x in leaves[:3]]
+        out, _ = test_op.run([*mine, None], m[part * 500 :][:500], n[part * 500 :][:500], **options)
+        for a, b in zip(whole, torch.autograd.grad(out.sum(), mine), strict=True):
+            assert torch.equal(a[part * rows : (part + 1) * rows], b)
+
+
+@pytest.mark.parametrize("option", ["plain", "causal", "window"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_few_queries_against_many_keys(dim, option):
+    """Pooling: in the Hopper backward the key tiles of 256 samples alternate in the queue."""
+    options = test_op.OPTIONS[option]
+    leaves, m, n = test_op.make(([64, 0, 3, 250] * 80, [1000, 600, 0, 512] * 80), dim=dim, dtype=torch.bfloat16,
+                                device=GPU)
+    want = results(exact_leaves(leaves), m, n, options, test_op.truth)
+    first = results(leaves, m, n, options, test_op.run)
+    for a, b in zip(first, want, strict=True):
+        assert snr(a, b) > 40
+    for _ in range(5):
+        again = results(leaves, m, n, options, test_op.run)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
 def test_strided_views_of_one_buffer():
     lengths = [130, 0, 77]
     views = [x.detach().requires_grad_() for x in grid.fused_views(207, 2, 64, GPU, torch.bfloat16)]
