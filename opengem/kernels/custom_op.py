@@ -37,7 +37,8 @@ def define(name: str, run: Callable, fake: Callable, save: Callable | None = Non
     op = getattr(torch.ops.opengem, name).default
     direct = op
     if gradient is not None:
-        direct, dispatched = (_function(inner, save, gradient).apply for inner in (kernel, below))
+        direct = super(torch.autograd.Function, _function(kernel, save, gradient)).apply  # no transform is about
+        dispatched = _function(below, save, gradient).apply
 
         def autograd(*args):
             return (dispatched if _wants_gradient(args) else below)(*args)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +17,7 @@ from torch import Tensor
 SCORES = 1 << 22  # scores (heads x queries x keys, padding included) alive at once
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """What a score is and which scores count. `left` and `right` are window sizes, -1 for no limit.
 
     `pair` and `relative` name the kind of bias; at most one of them holds.
