@@ -22,8 +22,7 @@ def launch(kernel, grid: tuple[int, int, int], key: Hashable, arguments: tuple, 
     if found is not None:
         run, function, facts, hooks, _ = found
         if not hooks.launch_enter_hook.calls and not hooks.launch_exit_hook.calls:  # no profiler of Triton's
-            stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
-            run(*grid, stream, function, facts, None, None, None, *arguments, *constants)
+            run(*grid, _stream(), function, facts, None, None, None, *arguments, *constants)
             return
     limit = {} if registers is None else {"maxnreg": registers}
     compiled = kernel[grid](*arguments, *constants, num_warps=warps, num_stages=stages, **limit)
@@ -31,6 +30,10 @@ def launch(kernel, grid: tuple[int, int, int], key: Hashable, arguments: tuple, 
         from triton import knobs
 
         _compiled[place] = compiled.run, compiled.function, compiled.packed_metadata, knobs.runtime, kernel
+
+
+def _stream() -> int:
+    return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
 
 
 def kind_of(*tensors, facts: tuple = ()) -> tuple | None:
