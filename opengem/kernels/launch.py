@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-_compiled: dict[tuple, tuple] = {}  # what a launch takes, and the kernel: its id stays its own while it lives
+_compiled: dict[tuple, tuple] = {}  # (compiled, kernel): an id stays that of one kernel while the kernel lives
 
 
 def launch(kernel, grid: tuple[int, int, int], key: Hashable, arguments: tuple, constants: tuple, warps: int = 4,
@@ -18,22 +18,13 @@ def launch(kernel, grid: tuple[int, int, int], key: Hashable, arguments: tuple, 
     that are not `do_not_specialize`. None takes the slow way.
     """
     place = id(kernel), key, constants, warps, stages, registers
-    found = _compiled.get(place)
-    if found is not None:
-        run, function, facts, hooks, _ = found
-        if not hooks.launch_enter_hook.calls and not hooks.launch_exit_hook.calls:  # no profiler of Triton's
-            run(*grid, _stream(), function, facts, None, None, None, *arguments, *constants)
-            return
+    if place in _compiled:
+        _compiled[place][0][grid](*arguments, *constants)
+        return
     limit = {} if registers is None else {"maxnreg": registers}
     compiled = kernel[grid](*arguments, *constants, num_warps=warps, num_stages=stages, **limit)
     if key is not None and compiled is not None:  # Triton's interpreter compiles nothing
-        from triton import knobs
-
-        _compiled[place] = compiled.run, compiled.function, compiled.packed_metadata, knobs.runtime, kernel
-
-
-def _stream() -> int:
-    return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+        _compiled[place] = compiled, kernel
 
 
 def kind_of(*tensors, facts: tuple = ()) -> tuple | None:
