@@ -13,7 +13,7 @@ from opengem.kernels.launch import aligned, launch, multiprocessors
 NARROW = 64  # most queries a sample may have for the narrow kernels
 CHUNK = 2048  # keys one narrow program walks over; fixed, so that a sample's sums never depend on the batch
 Q_TILE = 128  # query rows of wide_fwd and wide_dq
-DEALT = 16  # samples a program of deal_tiles lists
+DEALT = (8, 2048)  # samples that a program of deal_tiles lists, and compares them with at a time
 
 # padded head dimension -> (BM, BN, warps, stages)
 FWD = {32: (128, 128, 8, 3), 64: (128, 128, 8, 3), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)}
@@ -60,9 +60,9 @@ def deal(q: Tensor, k: Tensor, q_offsets: Tensor, kv_offsets: Tensor, size: int,
     schedule = torch.empty(size, dtype=torch.int32, device=q.device)
     if plan.batch:
         launch(
-            kernels.deal_tiles, (-(-plan.batch // DEALT), 3, 1), _key(plan, (), q_offsets, kv_offsets),
+            kernels.deal_tiles, (-(-plan.batch // DEALT[0]), 3, 1), _key(plan, (), q_offsets, kv_offsets),
             (q_offsets, kv_offsets, schedule, plan.batch, plan.q_bound, plan.kv_bound),
-            (Q_TILE, plan.kv_tile, plan.seeds, plan.narrow, DEALT))
+            (Q_TILE, plan.kv_tile, plan.seeds, plan.narrow, *DEALT), warps=8)
     return schedule
 
 
