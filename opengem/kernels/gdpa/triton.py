@@ -144,8 +144,9 @@ def _deal(
 
     A record is (first row, rows left in the sample, first row and length of the sample in `other`), for narrow kernels
     (first row, rows left, sample, 0). A sample has at least LEAST tiles and starts where the tiles of all samples ahead
-    of it end; each program counts those for OWN samples, AT_ONCE at a time. With PLACES, records of 2 at `places_ptr`: the number of the
-    tile in its sample, and where 64-row tiles of the sample's rows in `other` begin, if each sample has its own.
+    of it end; each program counts those for OWN samples, AT_ONCE at a time. With PLACES, records of 2 at `places_ptr`:
+    the number of the tile in its sample, and where 64-row tiles of the sample's rows in `other` begin, if each sample
+    has its own.
     """
     samples = tl.program_id(0) * OWN + tl.arange(0, OWN)
     mine = _lengths(work, samples, batch, WORK_SEEDS)
