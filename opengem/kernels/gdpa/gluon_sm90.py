@@ -437,14 +437,20 @@ def backward(
 # ---- descriptors -------------------------------------------------------------------------------------------------
 
 
+class _Known(TensorDescriptor):
+    """Not validated at every call: `launch.py` makes tensors ready, and the rest is made here."""
+
+    def __post_init__(self):
+        pass
+
+
 def ragged(*boxes: tuple[torch.Tensor, int]) -> list[TensorDescriptor]:
     """A descriptor of boxes [rows, D] for each (x [T, H, D], rows), whose row bound is set by the coordinates."""
     out = []
     for x, rows in boxes:
-        row, head, _ = x.stride()
-        shape = [0x7FFF0000, 0x7FFF0000, BOUND.value, (x.shape[1] - 1) * head + x.shape[2]]
-        strides, box = [2**34 - row, row, row, 1], [1, 1, rows, x.shape[2]]
-        out.append(TensorDescriptor(x, shape, strides, box, _layout(rows, x.shape[2], x.dtype)))
+        (row, head, _), (_, heads, dim) = x.stride(), x.shape
+        shape, strides = [0x7FFF0000, 0x7FFF0000, BOUND.value, (heads - 1) * head + dim], [2**34 - row, row, row, 1]
+        out.append(_Known(x, shape, strides, [1, 1, rows, dim], _layout(rows, dim, x.dtype)))
     return out
 
 
@@ -455,7 +461,7 @@ def _layout(rows: int, dim: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
 
 def plain(x: torch.Tensor) -> TensorDescriptor:
     """A descriptor of boxes [64, D] of fp32 [rows, D] that lie in shared memory as in memory."""
-    return TensorDescriptor(x, list(x.shape), [x.shape[1], 1], [ROWS.value, x.shape[1]], _plain())
+    return _Known(x, list(x.shape), [x.shape[1], 1], [ROWS.value, x.shape[1]], _plain())
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from opengem.kernels.launch import aligned, launch, multiprocessors
 NARROW = 64  # most queries a sample may have for the narrow kernels
 CHUNK = 2048  # keys one narrow program walks over; fixed, so that a sample's sums never depend on the batch
 Q_TILE = 128  # query rows of wide_fwd and wide_dq
-DEALT = 16  # samples a program of deal_tiles lists
+DEALT = (8, 2048)  # samples that a program of deal_tiles lists, and compares them with at a time
 
 # padded head dimension -> (BM, BN, warps, stages)
 FWD = {32: (128, 128, 8, 3), 64: (128, 128, 8, 3), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)}
@@ -60,9 +61,9 @@ def deal(q: Tensor, k: Tensor, q_offsets: Tensor, kv_offsets: Tensor, size: int,
     schedule = torch.empty(size, dtype=torch.int32, device=q.device)
     if plan.batch:
         launch(
-            kernels.deal_tiles, (-(-plan.batch // DEALT), 3, 1), _key(plan, (), q_offsets, kv_offsets),
+            kernels.deal_tiles, (-(-plan.batch // DEALT[0]), 3, 1), _key(plan, (), q_offsets, kv_offsets),
             (q_offsets, kv_offsets, schedule, plan.batch, plan.q_bound, plan.kv_bound),
-            (Q_TILE, plan.kv_tile, plan.seeds, plan.narrow, DEALT))
+            (Q_TILE, plan.kv_tile, plan.seeds, plan.narrow, *DEALT), warps=8)
     return schedule
 
 
@@ -180,8 +181,9 @@ def _gluon_fits(q: Tensor, k: Tensor, plan: Plan) -> bool:
 
 def _tma_ready(x: Tensor) -> Tensor:
     """TMA wants 16-byte aligned rows; anything else is copied."""
-    fits = x.stride(2) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and 0 < x.stride(0) < 1 << 33
-    return x if fits and x.stride(1) > 0 else x.contiguous()
+    row, head, element = x.stride()
+    fits = element == 1 and row % 8 == 0 and 0 < row < 1 << 33 and head > 0 and x.data_ptr() % 16 == 0
+    return x if fits else x.contiguous()
 
 
 def backward(
@@ -262,14 +264,19 @@ def _key(plan: Plan, strides: tuple, q_offsets: Tensor, *rest: Tensor) -> tuple 
 
 
 def _plan(q: Tensor, k: Tensor, kv_offsets: Tensor, max_q: int, max_kv: int, shared_q: bool) -> Plan:
-    batch, dim = kv_offsets.shape[0] - 1, q.shape[2]
+    return _planned(tuple(q.shape), k.shape[0], kv_offsets.shape[0] - 1, max_q, max_kv > CHUNK, shared_q)
+
+
+@lru_cache
+def _planned(q_shape: tuple, keys: int, batch: int, max_q: int, runs: bool, shared_q: bool) -> Plan:
+    dim = q_shape[2]
     padded, narrow = 128 if dim == 96 else dim, max_q <= NARROW
     kv_tile = CHUNK if narrow else DKDV[padded][1]
-    rows = batch * q.shape[0] if shared_q else q.shape[0]
+    rows = batch * q_shape[0] if shared_q else q_shape[0]
     return Plan(
-        batch=batch, heads=q.shape[1], dim=dim, padded=padded, seeds=q.shape[0] if shared_q else 0, narrow=narrow,
+        batch=batch, heads=q_shape[1], dim=dim, padded=padded, seeds=q_shape[0] if shared_q else 0, narrow=narrow,
         block_q=16 if max_q <= 16 else 32 if max_q <= 32 else 64, kv_tile=kv_tile, rows=rows,
-        q_bound=-(-rows // Q_TILE) + batch, kv_bound=-(-k.shape[0] // kv_tile) + batch, runs=max_kv > CHUNK,
+        q_bound=-(-rows // Q_TILE) + batch, kv_bound=-(-keys // kv_tile) + batch, runs=runs,
     )
 
 

@@ -53,6 +53,8 @@ def gdpa(
     _check_options(activation, scale)
     if activation == "gelu_taylor6":
         q, k = _normalised(q), _normalised(k)
+    if schedule is None:  # made here, so that the backward has it too
+        schedule = _dealt(q, k, q_offsets, kv_offsets, max_q, shared_q)
     return _forward(q, k, v, q_offsets, kv_offsets, schedule, max_q, max_kv, activation, float(scale), shared_q)
 
 
@@ -67,6 +69,11 @@ def gdpa_schedule(
     """
     q_offsets, kv_offsets, _ = _complete(q, q_offsets, kv_offsets, max_q, 0, shared_q)
     _check_tensors(q, k, k, q_offsets, kv_offsets, shared_q)
+    return _dealt(q, k, q_offsets, kv_offsets, max_q, shared_q)
+
+
+@torch.no_grad()
+def _dealt(q, k, q_offsets, kv_offsets, max_q, shared_q) -> Tensor:
     return _schedule(q, k, q_offsets, kv_offsets, max_q, shared_q)
 
 

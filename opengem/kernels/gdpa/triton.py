@@ -138,21 +138,22 @@ def _spans(offsets, samples, batch, SEEDS: tl.constexpr):
 def _deal(
     rows, other, work, count_ptr, list_ptr, places_ptr, batch, TILE: tl.constexpr, LEAST: tl.constexpr,
     ROW_SEEDS: tl.constexpr, OTHER_SEEDS: tl.constexpr, WORK_SEEDS: tl.constexpr, OWN: tl.constexpr,
-    NARROW: tl.constexpr, PLACES: tl.constexpr,
+    AT_ONCE: tl.constexpr, NARROW: tl.constexpr, PLACES: tl.constexpr,
 ):
     """List every tile of `rows`, samples with much `work` first, equal ones in order.
 
     A record is (first row, rows left in the sample, first row and length of the sample in `other`), for narrow kernels
     (first row, rows left, sample, 0). A sample has at least LEAST tiles and starts where the tiles of all samples ahead
-    of it end; each program counts those for OWN samples. With PLACES, records of 2 at `places_ptr`: the number of the
-    tile in its sample, and where 64-row tiles of the sample's rows in `other` begin, if each sample has its own.
+    of it end; each program counts those for OWN samples, AT_ONCE at a time. With PLACES, records of 2 at `places_ptr`:
+    the number of the tile in its sample, and where 64-row tiles of the sample's rows in `other` begin, if each sample
+    has its own.
     """
     samples = tl.program_id(0) * OWN + tl.arange(0, OWN)
     mine = _lengths(work, samples, batch, WORK_SEEDS)
     start = tl.zeros([OWN], tl.int32)
-    total = tl.zeros([512], tl.int32)
-    for first in range(0, batch, 512):
-        others = first + tl.arange(0, 512)
+    total = tl.zeros([AT_ONCE], tl.int32)
+    for first in range(0, batch, AT_ONCE):
+        others = first + tl.arange(0, AT_ONCE)
         theirs = _lengths(work, others, batch, WORK_SEEDS)
         tiles = _tile_counts(rows, others, batch, TILE, LEAST, ROW_SEEDS)
         ahead = (theirs[None, :] > mine[:, None]) | (
@@ -186,7 +187,7 @@ def _deal(
 @triton.jit(do_not_specialize=["batch", "q_bound", "kv_bound"])
 def deal_tiles(
     q_offsets, kv_offsets, schedule, batch, q_bound, kv_bound, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr,
-    SEEDS: tl.constexpr, NARROW: tl.constexpr, OWN: tl.constexpr,
+    SEEDS: tl.constexpr, NARROW: tl.constexpr, OWN: tl.constexpr, AT_ONCE: tl.constexpr,
 ):
     """schedule: int32 [4 + 4 * (q_bound + kv_bound + batch) + 2 * kv_bound]: three counts, records of 4, places.
 
@@ -197,17 +198,17 @@ def deal_tiles(
     if NARROW:
         if tl.program_id(1) == 1:
             _deal(kv_offsets, q_offsets, kv_offsets, schedule + 1, kv_list, kv_list, batch, KV_TILE, 1, 0, SEEDS, 0,
-                  OWN, NARROW, False)
+                  OWN, AT_ONCE, NARROW, False)
     elif tl.program_id(1) == 0:
         _deal(q_offsets, kv_offsets, kv_offsets, schedule, schedule + 4, kv_list, batch, Q_TILE, 0, SEEDS, 0, 0, OWN,
-              NARROW, False)
+              AT_ONCE, NARROW, False)
     elif tl.program_id(1) == 1:
         _deal(kv_offsets, q_offsets, q_offsets, schedule + 1, kv_list, kv_list + 4 * (kv_bound + batch), batch, KV_TILE,
-              1, 0, SEEDS, SEEDS, OWN, NARROW, True)
+              1, 0, SEEDS, SEEDS, OWN, AT_ONCE, NARROW, True)
     else:
         whole: tl.constexpr = 1 << 30
         _deal(q_offsets, kv_offsets, q_offsets, schedule + 2, kv_list + 4 * kv_bound, kv_list, batch, whole, 1, SEEDS,
-              0, SEEDS, OWN, NARROW, False)
+              0, SEEDS, OWN, AT_ONCE, NARROW, False)
 
 
 # ---- pieces of every kernel --------------------------------------------------------------------------------------

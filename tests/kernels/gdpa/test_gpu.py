@@ -99,7 +99,7 @@ def test_dq_in_turns(q_lengths, kv_lengths):
     assert_accurate(*build(q_lengths, kv_lengths, dim=128, heads=1 if len(q_lengths) == 1 else 2))
 
 
-@pytest.mark.parametrize("size", [600, 2048])
+@pytest.mark.parametrize("size", [256, 600, 2048])
 def test_turns_leave_the_same_bits(size):
     """K5: many samples at once, whatever block comes first."""
     lengths = [(311 * i) % size for i in range(200)]
