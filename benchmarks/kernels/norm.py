@@ -42,6 +42,11 @@ def torch_rms_quantize(x, residual, weight):
     return torch_quantize(torch_rms(x, residual, weight))
 
 
+def torch_rms_residual_quantize(x, residual, weight):
+    y, total = torch_rms_residual(x, residual, weight)
+    return *torch_quantize(y), total
+
+
 def _norm(name: str, width: int, ours, peers: dict, *, backward: bool = True, tolerance: float = 2e-2,
           **counted: bool) -> Case:
     rows = ELEMENTS // width
@@ -70,4 +75,10 @@ def cases() -> list[Case]:
                          {"torch_compile": lambda x, r, w: compiled(torch_rms_quantize)(x, r, w)[0],
                           "opengem_unfused": lambda x, r, w: quantize_mx(rms_norm(x, w)).data},
                          backward=False, quantize=True, tolerance=5e-2))  # compiled, y is not rounded to bf16 first
+    for width in (512, 1024, 2048, 4096):
+        out.append(_norm(f"rms_residual_quantize_{width}", width,
+                         lambda x, r, w: rms_norm(x, w, residual=r, quantize="e4m3")[0].data,
+                         {"torch_compile": lambda x, r, w: compiled(torch_rms_residual_quantize)(x, r, w)[0],
+                          "opengem_unfused": lambda x, r, w: quantize_mx(rms_norm(x, w, residual=r)[0]).data},
+                         backward=False, quantize=True, residual=True, tolerance=5e-2))
     return out

@@ -281,8 +281,9 @@ def _backward(g_desc, q_desc, k_desc, v_desc, grad_q, grad_k, grad_v, place, tur
 
 def _one_by_one(x: Tensor) -> Tensor:
     """x `[T, H, D]` with heads side by side in rows that TMA can address."""
-    fits = x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.stride(0) % 8 == 0 and x.stride(0) < 1 << 25
-    return x if fits and aligned(x) else x.clone(memory_format=torch.contiguous_format)
+    row, head, element = x.stride()
+    fits = element == 1 and head == x.shape[2] and row % 8 == 0 and row < 1 << 25 and aligned(x)
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 @functools.cache
@@ -302,9 +303,9 @@ def _launch(kernel, inputs: list[Tensor], outputs: list[Tensor], offsets: Tensor
     if not portable.any_tile(outputs, offsets):
         return
     place, turns, rope = portable.prepare(rows, offsets, cos, sin, max_length, 64, by_row)
-    inputs = [_one_by_one(x) for x in inputs]
-    launch(kernel, (place.shape[0] * heads, 1, 1), kind_of(*inputs, place, turns, facts=(heads,)),
-           (*map(_descriptor, inputs), *outputs, place, turns, turns.shape[0], heads, scale),
+    descriptors = [_descriptor(_one_by_one(x)) for x in inputs]
+    launch(kernel, (place.shape[0] * heads, 1, 1), kind_of(outputs[0], turns, facts=(heads,)),
+           (*descriptors, *outputs, place, turns, turns.shape[0], heads, scale),
            (dim // 2, rope, rope and interleaved), stages=1, registers=registers)
 
 

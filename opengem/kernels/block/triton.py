@@ -242,8 +242,10 @@ def prepare(rows: int, offsets: Tensor, cos: Tensor, sin: Tensor, max_length: in
             by_row: bool) -> tuple[Tensor, Tensor, bool]:
     """(map of tiles, table of turns, whether there is a rotation)."""
     rope, batch = cos.shape[0] > 0, offsets.shape[0] - 1
-    needed = cos.shape[0] if by_row else min(cos.shape[0], max(1, max_length))
-    turns = cos[:needed] if cos.dtype == torch.int32 else pack(cos[:needed], sin[:needed])
+    turns = cos
+    if rope and cos.dtype != torch.int32:
+        needed = cos.shape[0] if by_row else min(cos.shape[0], max(1, max_length))
+        turns = pack(cos[:needed], sin[:needed])
     tiles = rows // block + batch
     place = torch.empty((tiles, 2), dtype=torch.int64, device=offsets.device)
     launch(_map, (batch, 1, 1), kind_of(offsets), (offsets, place, rows, batch, tiles), (block, 32, by_row), warps=1)

@@ -30,12 +30,17 @@ QUANTIZED_CHUNK = 512  # columns at a time of wider rows
 
 
 @triton.jit
-def _normalised(values, columns, width, eps, CENTERED: tl.constexpr):
-    """(unit-variance rows, mean or 0, reciprocal deviation) of an fp32 tile whose cells past `width` are 0."""
+def _normalised(values, columns, width, eps, CENTERED: tl.constexpr, WHOLE: tl.constexpr):
+    """(unit-variance rows, mean or 0, reciprocal deviation) of an fp32 tile whose cells past `width` are 0.
+
+    WHOLE: there are none.
+    """
     mean = tl.zeros([values.shape[0]], tl.float32)
     if CENTERED:
         mean = tl.sum(values, 1) / width
-        values = tl.where((columns < width)[None, :], values - mean[:, None], 0.0)
+        values = values - mean[:, None]
+        if not WHOLE:
+            values = tl.where((columns < width)[None, :], values, 0.0)
     rstd = tl.rsqrt(tl.sum(values * values, 1) / width + eps)
     return values * rstd[:, None], mean, rstd
 
@@ -71,13 +76,15 @@ def _store_statistics(mean_out, rstd_out, row, rows, mean, rstd, CENTERED: tl.co
 @triton.jit(do_not_specialize=["rows"])
 def _forward(x, residual, weight, bias, y, total, mean_out, rstd_out, rows, width, eps, CENTERED: tl.constexpr,
              RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr,
-             WIDTH: tl.constexpr):
+             WIDTH: tl.constexpr, WHOLE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)
-    mask = (row < rows)[:, None] & (columns < width)[None, :]
+    mask = (row < rows)[:, None]
+    if not WHOLE:
+        mask &= (columns < width)[None, :]
     pointer = row[:, None] * width + columns[None, :]
     values = _load_sum(x, residual, total, pointer, mask, RESIDUAL)
-    unit, mean, rstd = _normalised(values, columns, width, eps, CENTERED)
+    unit, mean, rstd = _normalised(values, columns, width, eps, CENTERED, WHOLE)
     unit = _affine(unit, weight, bias, columns, width, WEIGHT, BIAS)
     tl.store(y + pointer, unit.to(y.dtype.element_ty), mask=mask)
     _store_statistics(mean_out, rstd_out, row, rows, mean, rstd, CENTERED)
@@ -146,7 +153,7 @@ def _forward_mx(x, residual, weight, bias, data, scale, total, mean_out, rstd_ou
         block_row = tl.cast(tile, tl.int64)
         row = block_row * 32 + tl.arange(0, 32)
         values = _load_chunk(x, residual, total, row, rows, 0, width, RESIDUAL, CHUNK, WHOLE)
-        _, mean, rstd = _normalised(values.to(tl.float32), tl.arange(0, CHUNK), width, eps, CENTERED)
+        _, mean, rstd = _normalised(values.to(tl.float32), tl.arange(0, CHUNK), width, eps, CENTERED, WHOLE)
         _store_statistics(mean_out, rstd_out, row, rows, mean, rstd, CENTERED)
         _quantize_chunk(values, mean, rstd, weight, bias, data, scale, row, rows, 0, width, block_row, WEIGHT, BIAS,
                         CENTERED, CHUNK, WHOLE, ASSEMBLY)
@@ -250,7 +257,7 @@ def norm_forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias
     tile_rows = max(1, tile // padded)
     if rows:
         launch(_forward, (triton.cdiv(rows, tile_rows), 1, 1), key, (*tensors, y, total, mean, rstd, rows, width, eps),
-               (centered, *present, tile_rows, padded), warps=warps)
+               (centered, *present, tile_rows, padded, width == padded), warps=warps)
     return y, total, mean, rstd
 
 
