@@ -13,7 +13,7 @@ import importlib
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
@@ -194,51 +194,81 @@ def describe(row: dict) -> str:
     return text + (f"  {row['peak_gib']:.0f} GiB" if row["peak_gib"] is not None else "")
 
 
-def overhead(out: Path | None, *_, config: Config | None = None, rounds: int = 4, steps: int = 20,
+def overhead(out: Path | None, *_, config: Config | None = None, rounds: int = 6, steps: int = 20,
              device: str = "cuda") -> list[dict]:
-    """What always-on logging costs: the training loop of `train.py` against the same loop without its log, in turns.
+    """What always-on logging costs in the training loop of `train.py`, by two measures.
 
-    `share`: median time of `steps` steps with the log (a line is written at the last of them, as a run writes one every
-    20) over that without, less 1. The small recipe, whose steps are short, at its batch size, which keeps a GPU busy.
+    `at_most`: the time of its calls, each with an idle device before it and waited for after it, over the time of the
+    loop without a log; so every microsecond counts as if nothing ran beside it. `share`: loops of `steps` steps with
+    the log (a line at the last step, as a run writes one every 20) and without it in turns, mean of the paired
+    differences over that time, and its standard error. The small recipe, whose steps are short, at its batch size.
     """
     where, config = _device(device), config or small.recipe()
     law = {"lengths": "lognormal(512)", "max_length": 1024, "streams": 2}
+    alone = _Alone(where)
     with tempfile.TemporaryDirectory() as folder:
-        synthetic.build(Path(folder) / "data", users=2000, samples=rounds * 4096, **law)
+        synthetic.build(Path(folder) / "data", users=2000, samples=8 * config.data.batch_size, **law)
         job = _job(config, Path(folder) / "data", where, compiled=False)
         host = list(islice(job.loader(Path(folder) / "data", "train", training=True), 3))
         progress = Progress.of(job)
         with RunLog(Path(folder) / "run", to_json(config), 0, steps, progress=False) as log:
-            times = {True: [], False: []}
-            _loop(job, host, min(steps, 5), progress, log)  # compilation
-            for turn in range(rounds):
-                for logged in times:
-                    times[logged].append(_loop(job, host, steps, progress if logged else None, log))
-                    print(f"turn {turn}, {'with' if logged else 'without'} log: {times[logged][-1]:.3f} s", flush=True)
-    with_log, without = (statistics.median(times[logged]) for logged in (True, False))
-    spread = max((max(t) - min(t)) / statistics.median(t) for t in times.values())
-    row = {"op": "train", "case": "logging_overhead", "impl": "opengem", "peer": None, "share": with_log / without - 1}
-    row |= {"step_ms": 1e3 * without / steps, "spread": spread, "batch": host[0].batch_size}
+            _loop(job, host, min(steps, 5), progress, log, alone)  # compilation
+            alone.seconds = 0.0
+            _loop(job, host, steps, progress, log, alone)
+            pairs = [[_loop(job, host, steps, progress, log, call) for call in (_no_call, _call)]
+                     for _ in range(rounds)]
+    without = statistics.mean(first for first, _ in pairs)
+    shares = [(second - first) / without for first, second in pairs]
+    row = {"op": "train", "case": "logging_overhead", "impl": "opengem", "peer": None,
+           "at_most": alone.seconds / without, "share": statistics.mean(shares),
+           "share_error": statistics.stdev(shares) / len(shares) ** 0.5 if rounds > 1 else None,
+           "step_ms": 1e3 * without / steps, "loops_s": pairs, "batch": host[0].batch_size}  # fmt: skip
     row |= environment(where) if where.type == "cuda" else {"gpu": "cpu"}
-    record(row, f"logging costs {row['share']:.2%} of a step of {row['step_ms']:.1f} ms (spread {spread:.2%})", out)
+    record(row, f"logging costs at most {row['at_most']:.2%} of a step of {row['step_ms']:.1f} ms; "
+                f"{rounds} pairs of loops differ by {row['share']:.2%} +- {row['share_error'] or 0:.2%}", out)
     return [row]
 
 
-def _loop(job: Job, host: list[Batch], steps: int, progress: Progress | None, log: RunLog) -> float:
-    """Seconds of `steps` training steps, with the log where `progress` is given."""
-    start = time.perf_counter()
-    for batch in islice(cycle(host), steps):
-        if progress:
-            progress.count(batch)
-        batch = batch.to(job.device, non_blocking=True)
-        logits = job.forward(batch)
-        loss = job.loss(logits, batch)
-        if progress:
-            progress.add(logits, batch)
-        step = job.learn(loss)
-    if progress:
+def _call(logging: Callable[[], None]) -> None:
+    logging()
+
+
+def _no_call(logging: Callable[[], None]) -> None:
+    pass
+
+
+class _Alone:
+    """Makes the calls of logging one by one with an idle device before and after, and sums their seconds."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        self.seconds = 0.0
+
+    def __call__(self, logging: Callable[[], None]) -> None:
+        self.wait()
+        start = time.perf_counter()
+        logging()
+        self.wait()
+        self.seconds += time.perf_counter() - start
+
+
+def _loop(job: Job, host: list[Batch], steps: int, progress: Progress, log: RunLog,
+          call: Callable[[Callable[[], None]], None]) -> float:
+    """Seconds of `steps` training steps; `call` makes the calls of logging, or does not."""
+
+    def line() -> None:
         job.embeddings.check()
         log.write(progress.line(job, step, batch, dict.fromkeys((x.name for x in job.schema.labels), 0.1)))
+
+    start = time.perf_counter()
+    for on_host in islice(cycle(host), steps):
+        call(partial(progress.count, on_host))
+        batch = on_host.to(job.device, non_blocking=True)
+        logits = job.forward(batch)
+        loss = job.loss(logits, batch)
+        call(partial(progress.add, logits, batch))
+        step = job.learn(loss)
+    call(line)
     if job.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start

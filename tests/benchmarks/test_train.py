@@ -129,7 +129,7 @@ def test_every_stand_in_replaces_a_name_of_the_model():
 def test_overhead_of_the_log_is_measured(tmp_path):
     config = small.config()
     row = train.overhead(None, config=config, rounds=1, steps=2, device="cpu")[0]
-    assert row["case"] == "logging_overhead" and -1 < row["share"] < 5
+    assert row["case"] == "logging_overhead" and row["at_most"] > 0 and len(row["loops_s"]) == 1
 
 
 def test_padded_rows_of_a_jagged_batch_come_back_in_place():
