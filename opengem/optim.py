@@ -86,7 +86,7 @@ def _update_in_one_launch(optimizer, grads, copies, norm, limit, skip) -> None:
     if not parameters:
         return
     group, steps = optimizer.param_groups[0], [state["step"] for state in states]
-    torch._foreach_add_(steps, 1 - skip)
+    torch._foreach_add_(steps, [1 - skip] * len(steps))  # one tensor for all would be read by the host
     step = steps[0].double()
     corrections = torch.stack([1 - beta**step for beta in group["betas"]]).float()  # a tensor of betas would be a sync
     adamw(
