@@ -93,9 +93,9 @@ class Experts(nn.Module):
         self.shortcut = uniform(experts, fm_tokens + linear_tokens, each, inputs=each)
         if fm_tokens:
             self.project = uniform(experts, rank, each, inputs=each)
-            self.inner = uniform(experts, hidden, each * rank, inputs=each * rank)
+            self.inner = uniform(experts, each * rank, hidden, inputs=each * rank)
             self.inner_bias = uniform(experts * hidden, inputs=each * rank)  # of one dimension, so without weight decay
-            self.outer = uniform(experts, fm_tokens * dim, hidden, inputs=hidden)
+            self.outer = uniform(experts, hidden, fm_tokens * dim, inputs=hidden)
             self.outer_bias = uniform(experts * fm_tokens * dim, inputs=hidden)
 
     def partition(self, parts: list[Tensor]) -> Tensor:
@@ -136,8 +136,8 @@ class Experts(nn.Module):
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """A linear layer for each expert: `[M, B, in]` with weights `[M, out, in]`."""
-    return torch.baddbmm(bias.view(x.shape[0], 1, -1), x, weight.transpose(1, 2))
+    """A linear layer for each expert: `[M, B, in]` with weights `[M, in, out]`, whose gradients come in that layout."""
+    return torch.baddbmm(bias.view(x.shape[0], 1, -1), x, weight)
 
 
 class CrossLayerAttention(nn.Module):

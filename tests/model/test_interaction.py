@@ -35,8 +35,8 @@ def test_factorisation_machine_is_the_product_of_all_token_pairs():
     for i, own in enumerate((x[:, ::2], torch.cat([x[:, 1::2], torch.zeros(3, 1, 8)], 1))):
         pairs = own @ own.transpose(1, 2) @ experts.project[i].T
         bias = experts.inner_bias.view(2, -1)[i], experts.outer_bias.view(2, -1)[i]
-        hidden = F.gelu(F.linear(layer_norm(pairs.flatten(1)), experts.inner[i], bias[0]))
-        fm = F.linear(hidden, experts.outer[i], bias[1]).unflatten(1, (3, 8))
+        hidden = F.gelu(F.linear(layer_norm(pairs.flatten(1)), experts.inner[i].T, bias[0]))
+        fm = F.linear(hidden, experts.outer[i].T, bias[1]).unflatten(1, (3, 8))
         found.append(layer_norm(torch.cat([fm, experts.linear[i] @ own], 1) + experts.shortcut[i] @ own))
     torch.testing.assert_close(experts([x]), torch.cat(found, 1))
 
