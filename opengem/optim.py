@@ -70,6 +70,8 @@ def update(optimizer: torch.optim.AdamW, grads: dict[Tensor, Tensor], copies: Co
     optimizer.grad_scale = ((norm + 1e-6) / limit).clamp(min=1.0) if limit else torch.ones_like(norm)
     optimizer.found_inf = skip
     optimizer.step()
+    if copies is not None:
+        copies.versions = []  # the fused step does not count as a write
     optimizer.zero_grad()
     del optimizer.grad_scale, optimizer.found_inf  # of this step alone
 
