@@ -99,8 +99,8 @@ def test_copies_follow_whoever_writes_a_parameter():
 
 
 def test_copies_follow_a_step_on_a_device_without_the_kernel_of_all_parameters():
-    """PyTorch's fused step leaves a parameter's version as it was: the copies stayed, and nothing learned in 16 bits."""
-    model = torch.nn.Linear(3, 2)
+    """PyTorch's fused step leaves the version of a parameter as it was: copies stayed, nothing learned in 16 bits."""
+    model = nn.Linear(3, 2)
     optimizer, copies = dense_optimizer(model, OptimConfig()), Copies(model, torch.bfloat16)
     before = copies.named()["weight"].detach().clone()
     grads = {p: torch.ones_like(p) for p in model.parameters()}
