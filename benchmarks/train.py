@@ -22,6 +22,7 @@ from unittest.mock import patch
 
 import torch
 import torch._dynamo
+from torch import Tensor
 
 from benchmarks import train_plain as plain
 from benchmarks.run import ceilings, environment, record
@@ -32,6 +33,7 @@ from opengem.data.batch import Batch
 from opengem.data.schema import Schema
 from opengem.efficiency import profile
 from opengem.errors import UserError
+from opengem.jagged import Jagged
 from opengem.job import Job, build
 from opengem.kernels import backend
 from opengem.loss import Meter
@@ -85,7 +87,7 @@ def only(techniques: tuple[str, ...]) -> Iterator[None]:
         yield
 
 
-def run(out: Path | None, ladder: bool, rungs: tuple[str, ...] = (), samples: int = 2048, batch: int = 64,
+def run(out: Path | None, ladder: bool, rungs: tuple[str, ...] = (), samples: int = 6144, batch: int = 32,
         config: Config | None = None, device: str = "cuda") -> list[dict]:
     """Measure the rungs (all with `ladder`, else the last), append rows to `out` as they are made, return them.
 
@@ -125,16 +127,14 @@ def measure(config: Config, data: Path, techniques: tuple[str, ...], samples: in
     """One row: NE of a stream of `samples` at batch `size`, then speed at the largest batch that fits."""
     name = techniques[-1]
     row = {"op": "train", "case": f"{config.name}_ladder", "impl": name, "peer": None, "techniques": list(techniques)}
-    warmup = replace(config.optim, warmup_steps=max(1, samples // size // 4))
-    config = replace(config, optim=warmup)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     with only(techniques):
-        job = _job(config, data, device, compiled=name == "baseline")
+        job = job_of(config, data, device, compiled=name == "baseline")
         layers_of = job.model.layers if name == "baseline" else None
         print(f"{time.strftime('%X')} {name}: built", flush=True)
         if samples:
-            row |= _quality(job, data, samples, size)
+            row |= quality(job, data, samples, size)
             print(f"{time.strftime('%X')} {name}: NE {row['ne']:.4f}", flush=True)
         sized = partial(_batch, job, data)
         batch = profile.largest_batch(job, sized, size, LIMIT) if device.type == "cuda" else sized(size)
@@ -156,7 +156,7 @@ def summary(result: dict) -> dict:
     }  # fmt: skip
 
 
-def _job(config: Config, data: Path, device: torch.device, compiled: bool) -> Job:
+def job_of(config: Config, data: Path, device: torch.device, compiled: bool) -> Job:
     """The parameters are drawn on the device: the same for every rung, and in seconds."""
     train = replace(config.train, device=device.type)
     with device:
@@ -176,11 +176,14 @@ def _batch(job: Job, data: Path, size: int) -> Batch:
     return next(_batches(job, data, size))
 
 
-def _quality(job: Job, data: Path, samples: int, size: int) -> dict:
-    """Progressive NE of the first label: every batch is predicted, then learned from."""
+def quality(job: Job, data: Path, samples: int, size: int, order: int = 0) -> dict:
+    """Progressive NE of the first label: every batch is predicted, then learned from, at the recipe's rate with a
+    quarter of the steps as warm-up. order: number of an order of the samples in a batch, 0: that of the data."""
     meter = Meter(job.schema.labels, job.device)
     job.total_steps = samples // size
-    for batch in islice(_batches(job, data, size), samples // size):
+    job.config = replace(job.config, optim=replace(job.config.optim, warmup_steps=max(1, job.total_steps // 4)))
+    for batch in islice(_batches(job, data, size), job.total_steps):
+        batch = reordered(batch, order) if order else batch
         logits = job.forward(batch)
         meter.add({name: value.detach() for name, value in logits.items()}, batch)
         step = job.learn(job.loss(logits, batch))
@@ -188,6 +191,27 @@ def _quality(job: Job, data: Path, samples: int, size: int) -> dict:
         raise RuntimeError("non-finite loss or gradient")
     weight, loss, label, _ = meter.read()[job.schema.labels[0].name]
     return {"ne": loss / weight / entropy(label / weight), "ne_samples": samples, "ne_batch": size}
+
+
+def reordered(batch: Batch, seed: int) -> Batch:
+    """The same samples in another order."""
+    order = torch.randperm(batch.batch_size, generator=torch.Generator().manual_seed(seed)).to(batch.rows.device)
+    done: dict[int, tuple[Tensor, Tensor]] = {}  # offsets, place of each event; the attributes of a stream share them
+
+    def one(x: Jagged | Tensor) -> Jagged | Tensor:
+        if isinstance(x, Tensor):
+            return x[order]
+        if id(x.offsets) not in done:
+            lengths = x.lengths[order]
+            offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+            start = torch.repeat_interleave(x.offsets[:-1][order] - offsets[:-1], lengths)
+            done[id(x.offsets)] = offsets, start + torch.arange(start.shape[0], device=start.device)
+        offsets, places = done[id(x.offsets)]
+        return Jagged(x.values[places], offsets, x.max_length)
+
+    groups = ({name: one(value) for name, value in group.items()} for group in
+              (batch.sequences, batch.features, batch.labels))
+    return Batch(*groups, batch.weights[order], batch.timestamps[order], batch.rows[order])
 
 
 def describe(row: dict) -> str:
@@ -213,7 +237,7 @@ def overhead(out: Path | None, *_, config: Config | None = None, rounds: int = 6
     alone = _Alone(where)
     with tempfile.TemporaryDirectory() as folder:
         synthetic.build(Path(folder) / "data", users=2000, samples=8 * config.data.batch_size, **law)
-        job = _job(config, Path(folder) / "data", where, compiled=False)
+        job = job_of(config, Path(folder) / "data", where, compiled=False)
         host = list(islice(job.loader(Path(folder) / "data", "train", training=True), 3))
         progress = Progress.of(job)
         with RunLog(Path(folder) / "run", to_json(config), 0, steps, progress=False) as log:
