@@ -13,7 +13,7 @@ import importlib
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
@@ -21,6 +21,8 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
+import torch._dynamo
+from torch import Tensor
 
 from benchmarks import train_plain as plain
 from benchmarks.run import ceilings, environment, record
@@ -31,6 +33,7 @@ from opengem.data.batch import Batch
 from opengem.data.schema import Schema
 from opengem.efficiency import profile
 from opengem.errors import UserError
+from opengem.jagged import Jagged
 from opengem.job import Job, build
 from opengem.kernels import backend
 from opengem.loss import Meter
@@ -84,11 +87,11 @@ def only(techniques: tuple[str, ...]) -> Iterator[None]:
         yield
 
 
-def run(out: Path | None, ladder: bool, rungs: tuple[str, ...] = (), samples: int = 2048, batch: int = 64,
+def run(out: Path | None, ladder: bool, rungs: tuple[str, ...] = (), samples: int = 6144, batch: int = 32,
         config: Config | None = None, device: str = "cuda") -> list[dict]:
-    """Measure the rungs (all with `ladder`, else the last), append rows to `out`, return them.
+    """Measure the rungs (all with `ladder`, else the last), append rows to `out` as they are made, return them.
 
-    rungs: only these. samples, batch: of the stream that gives the NE.
+    rungs: only these. samples, batch: of the stream that gives the NE; none are needed for the speed alone.
     """
     where, config = _device(device), config or medium.recipe()
     known = [rung.technique for rung in LADDER]
@@ -101,8 +104,10 @@ def run(out: Path | None, ladder: bool, rungs: tuple[str, ...] = (), samples: in
         synthetic.build(Path(folder) / "data", **STREAM)
         for rung in chosen:
             techniques = tuple(r.technique for r in LADDER[: LADDER.index(rung) + 1])
-            row = measure(config, Path(folder) / "data", techniques, samples, batch, where)
-            torch._dynamo.reset()
+            with torch._dynamo.config.patch(recompile_limit=64):
+                row = measure(config, Path(folder) / "data", techniques, samples, batch, where)
+            if rung.technique == "baseline":
+                torch._dynamo.reset()  # its compiled layers hold on to their parameters
             gc.collect()
             torch.cuda.empty_cache()
             row |= {"technique": rung.what, "article": rung.article} | facts
@@ -122,16 +127,15 @@ def measure(config: Config, data: Path, techniques: tuple[str, ...], samples: in
     """One row: NE of a stream of `samples` at batch `size`, then speed at the largest batch that fits."""
     name = techniques[-1]
     row = {"op": "train", "case": f"{config.name}_ladder", "impl": name, "peer": None, "techniques": list(techniques)}
-    warmup = replace(config.optim, warmup_steps=max(1, samples // size // 4))
-    config = replace(config, optim=warmup)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     with only(techniques):
-        job = _job(config, data, device, compiled=name == "baseline")
+        job = job_of(config, data, device, compiled=name == "baseline")
         layers_of = job.model.layers if name == "baseline" else None
         print(f"{time.strftime('%X')} {name}: built", flush=True)
-        row |= _quality(job, data, samples, size)
-        print(f"{time.strftime('%X')} {name}: NE {row['ne']:.4f}", flush=True)
+        if samples:
+            row |= quality(job, data, samples, size)
+            print(f"{time.strftime('%X')} {name}: NE {row['ne']:.4f}", flush=True)
         sized = partial(_batch, job, data)
         batch = profile.largest_batch(job, sized, size, LIMIT) if device.type == "cuda" else sized(size)
         result = profile.measure(job, batch, warmup=1, steps=5, layers_of=layers_of, count=False)
@@ -152,7 +156,7 @@ def summary(result: dict) -> dict:
     }  # fmt: skip
 
 
-def _job(config: Config, data: Path, device: torch.device, compiled: bool) -> Job:
+def job_of(config: Config, data: Path, device: torch.device, compiled: bool) -> Job:
     """The parameters are drawn on the device: the same for every rung, and in seconds."""
     train = replace(config.train, device=device.type)
     with device:
@@ -172,11 +176,14 @@ def _batch(job: Job, data: Path, size: int) -> Batch:
     return next(_batches(job, data, size))
 
 
-def _quality(job: Job, data: Path, samples: int, size: int) -> dict:
-    """Progressive NE of the first label: every batch is predicted, then learned from."""
+def quality(job: Job, data: Path, samples: int, size: int, order: int = 0) -> dict:
+    """Progressive NE of the first label: every batch is predicted, then learned from, at the recipe's rate with a
+    quarter of the steps as warm-up. order: number of an order of the samples in a batch, 0: that of the data."""
     meter = Meter(job.schema.labels, job.device)
     job.total_steps = samples // size
-    for batch in islice(_batches(job, data, size), samples // size):
+    job.config = replace(job.config, optim=replace(job.config.optim, warmup_steps=max(1, job.total_steps // 4)))
+    for batch in islice(_batches(job, data, size), job.total_steps):
+        batch = reordered(batch, order) if order else batch
         logits = job.forward(batch)
         meter.add({name: value.detach() for name, value in logits.items()}, batch)
         step = job.learn(job.loss(logits, batch))
@@ -186,59 +193,111 @@ def _quality(job: Job, data: Path, samples: int, size: int) -> dict:
     return {"ne": loss / weight / entropy(label / weight), "ne_samples": samples, "ne_batch": size}
 
 
+def reordered(batch: Batch, seed: int) -> Batch:
+    """The same samples in another order."""
+    order = torch.randperm(batch.batch_size, generator=torch.Generator().manual_seed(seed)).to(batch.rows.device)
+    done: dict[int, tuple[Tensor, Tensor]] = {}  # offsets, place of each event; the attributes of a stream share them
+
+    def one(x: Jagged | Tensor) -> Jagged | Tensor:
+        if isinstance(x, Tensor):
+            return x[order]
+        if id(x.offsets) not in done:
+            lengths = x.lengths[order]
+            offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+            start = torch.repeat_interleave(x.offsets[:-1][order] - offsets[:-1], lengths)
+            done[id(x.offsets)] = offsets, start + torch.arange(start.shape[0], device=start.device)
+        offsets, places = done[id(x.offsets)]
+        return Jagged(x.values[places], offsets, x.max_length)
+
+    groups = ({name: one(value) for name, value in group.items()} for group in
+              (batch.sequences, batch.features, batch.labels))
+    return Batch(*groups, batch.weights[order], batch.timestamps[order], batch.rows[order])
+
+
 def describe(row: dict) -> str:
     """One printed line."""
-    text = f"{row['impl']:<10}{row['samples_per_s']:8.0f} samples/s  batch {row['batch']:4d}  NE {row['ne']:.4f}"
+    text = f"{row['impl']:<10}{row['samples_per_s']:8.0f} samples/s  batch {row['batch']:4d}"
+    text += f"  NE {row['ne']:.4f}" if "ne" in row else ""
     for name in ("local_mfu", "e2e_mfu"):
         text += f"  {name} {row[name]:.1%}" if row[name] is not None else ""
     return text + (f"  {row['peak_gib']:.0f} GiB" if row["peak_gib"] is not None else "")
 
 
-def overhead(out: Path | None, *_, config: Config | None = None, rounds: int = 4, steps: int = 20,
+def overhead(out: Path | None, *_, config: Config | None = None, rounds: int = 6, steps: int = 20,
              device: str = "cuda") -> list[dict]:
-    """What always-on logging costs: the training loop of `train.py` against the same loop without its log, in turns.
+    """What always-on logging costs in the training loop of `train.py`, by two measures.
 
-    `share`: median time of `steps` steps with the log (a line is written at the last of them, as a run writes one every
-    20) over that without, less 1. The small recipe, whose steps are short, at its batch size, which keeps a GPU busy.
+    `at_most`: the time of its calls, each with an idle device before it and waited for after it, over the time of the
+    loop without a log; so every microsecond counts as if nothing ran beside it. `share`: loops of `steps` steps with
+    the log (a line at the last step, as a run writes one every 20) and without it in turns, mean of the paired
+    differences over that time, and its standard error. The small recipe, whose steps are short, at its batch size.
     """
     where, config = _device(device), config or small.recipe()
     law = {"lengths": "lognormal(512)", "max_length": 1024, "streams": 2}
+    alone = _Alone(where)
     with tempfile.TemporaryDirectory() as folder:
-        synthetic.build(Path(folder) / "data", users=2000, samples=rounds * 4096, **law)
-        job = _job(config, Path(folder) / "data", where, compiled=False)
+        synthetic.build(Path(folder) / "data", users=2000, samples=8 * config.data.batch_size, **law)
+        job = job_of(config, Path(folder) / "data", where, compiled=False)
         host = list(islice(job.loader(Path(folder) / "data", "train", training=True), 3))
         progress = Progress.of(job)
         with RunLog(Path(folder) / "run", to_json(config), 0, steps, progress=False) as log:
-            times = {True: [], False: []}
-            _loop(job, host, min(steps, 5), progress, log)  # compilation
-            for turn in range(rounds):
-                for logged in times:
-                    times[logged].append(_loop(job, host, steps, progress if logged else None, log))
-                    print(f"turn {turn}, {'with' if logged else 'without'} log: {times[logged][-1]:.3f} s", flush=True)
-    with_log, without = (statistics.median(times[logged]) for logged in (True, False))
-    spread = max((max(t) - min(t)) / statistics.median(t) for t in times.values())
-    row = {"op": "train", "case": "logging_overhead", "impl": "opengem", "peer": None, "share": with_log / without - 1}
-    row |= {"step_ms": 1e3 * without / steps, "spread": spread, "batch": host[0].batch_size}
+            _loop(job, host, min(steps, 5), progress, log, alone)  # compilation
+            alone.seconds = 0.0
+            _loop(job, host, steps, progress, log, alone)
+            pairs = [[_loop(job, host, steps, progress, log, call) for call in (_no_call, _call)]
+                     for _ in range(rounds)]
+    without = statistics.mean(first for first, _ in pairs)
+    shares = [(second - first) / without for first, second in pairs]
+    row = {"op": "train", "case": "logging_overhead", "impl": "opengem", "peer": None,
+           "at_most": alone.seconds / without, "share": statistics.mean(shares),
+           "share_error": statistics.stdev(shares) / len(shares) ** 0.5 if rounds > 1 else None,
+           "step_ms": 1e3 * without / steps, "loops_s": pairs, "batch": host[0].batch_size}  # fmt: skip
     row |= environment(where) if where.type == "cuda" else {"gpu": "cpu"}
-    record(row, f"logging costs {row['share']:.2%} of a step of {row['step_ms']:.1f} ms (spread {spread:.2%})", out)
+    record(row, f"logging costs at most {row['at_most']:.2%} of a step of {row['step_ms']:.1f} ms; "
+                f"{rounds} pairs of loops differ by {row['share']:.2%} +- {row['share_error'] or 0:.2%}", out)
     return [row]
 
 
-def _loop(job: Job, host: list[Batch], steps: int, progress: Progress | None, log: RunLog) -> float:
-    """Seconds of `steps` training steps, with the log where `progress` is given."""
-    start = time.perf_counter()
-    for batch in islice(cycle(host), steps):
-        if progress:
-            progress.count(batch)
-        batch = batch.to(job.device, non_blocking=True)
-        logits = job.forward(batch)
-        loss = job.loss(logits, batch)
-        if progress:
-            progress.add(logits, batch)
-        step = job.learn(loss)
-    if progress:
+def _call(logging: Callable[[], None]) -> None:
+    logging()
+
+
+def _no_call(logging: Callable[[], None]) -> None:
+    pass
+
+
+class _Alone:
+    """Makes the calls of logging one by one with an idle device before and after, and sums their seconds."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        self.seconds = 0.0
+
+    def __call__(self, logging: Callable[[], None]) -> None:
+        self.wait()
+        start = time.perf_counter()
+        logging()
+        self.wait()
+        self.seconds += time.perf_counter() - start
+
+
+def _loop(job: Job, host: list[Batch], steps: int, progress: Progress, log: RunLog,
+          call: Callable[[Callable[[], None]], None]) -> float:
+    """Seconds of `steps` training steps; `call` makes the calls of logging, or does not."""
+
+    def line() -> None:
         job.embeddings.check()
         log.write(progress.line(job, step, batch, dict.fromkeys((x.name for x in job.schema.labels), 0.1)))
+
+    start = time.perf_counter()
+    for on_host in islice(cycle(host), steps):
+        call(partial(progress.count, on_host))
+        batch = on_host.to(job.device, non_blocking=True)
+        logits = job.forward(batch)
+        loss = job.loss(logits, batch)
+        call(partial(progress.add, logits, batch))
+        step = job.learn(loss)
+    call(line)
     if job.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start

@@ -106,7 +106,7 @@ class Baseline(nn.Module):
         for name, stream in layer.streams.items():
             if stream.summary is not None:
                 states[name].pooled = self.summary(stream.summary, states[name].events, states[name].exists, candidate)
-        out = layer.experts(torch.cat([summary, *[s.pooled.to(summary.dtype) for s in states.values()]], 1))
+        out = layer.experts([summary, *[s.pooled.to(summary.dtype) for s in states.values()]])
         for name, stream in layer.streams.items():
             state = states[name]
             state.events = self.stream(stream, state.events, state.exists, state.angles, summary)

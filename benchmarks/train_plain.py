@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+
 import torch
+import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -11,7 +15,25 @@ from opengem.kernels.gdpa.activations import ACTIVATIONS
 from opengem.kernels.jfa.op import jagged_flash_attention
 
 
-@torch.compile(dynamic=True)
+def _compiled(ragged: int) -> Callable[[Callable], Callable]:
+    """torch.compile for inputs whose first `ragged` dimensions change from batch to batch, and no others."""
+
+    def decorate(function: Callable) -> Callable:
+        compiled = torch.compile(function, dynamic=True)
+
+        @wraps(function)
+        def call(*args):
+            for x in args:
+                for dim in range(ragged, x.dim() if isinstance(x, Tensor) else 0):
+                    torch._dynamo.mark_static(x, dim)
+            return compiled(*args)
+
+        return call
+
+    return decorate
+
+
+@_compiled(ragged=2)
 def _products(q: Tensor, k: Tensor, v: Tensor, activation: str, scale: float) -> Tensor:
     """q `[B, m, H, D]`, k and v `[B, n, H, D]`."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -64,19 +86,19 @@ def apply_rope(x: Tensor, offsets: Tensor, cos: Tensor, sin: Tensor, *, max_leng
     return _rotate(x, cos[: x.shape[0]], sin[: x.shape[0]])
 
 
-@torch.compile(dynamic=True)
+@_compiled(ragged=1)
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.float().chunk(2, -1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
-@torch.compile(dynamic=True)
+@_compiled(ragged=1)
 def _layer_norm(x: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:])
 
 
-@torch.compile(dynamic=True)
+@_compiled(ragged=1)
 def _rms_norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], eps=1e-5)
 

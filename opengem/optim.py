@@ -70,6 +70,8 @@ def update(optimizer: torch.optim.AdamW, grads: dict[Tensor, Tensor], copies: Co
     optimizer.grad_scale = ((norm + 1e-6) / limit).clamp(min=1.0) if limit else torch.ones_like(norm)
     optimizer.found_inf = skip
     optimizer.step()
+    if copies is not None:
+        copies.versions = []  # the fused step does not count as a write
     optimizer.zero_grad()
     del optimizer.grad_scale, optimizer.found_inf  # of this step alone
 
@@ -86,7 +88,7 @@ def _update_in_one_launch(optimizer, grads, copies, norm, limit, skip) -> None:
     if not parameters:
         return
     group, steps = optimizer.param_groups[0], [state["step"] for state in states]
-    torch._foreach_add_(steps, 1 - skip)
+    torch._foreach_add_(steps, [1 - skip] * len(steps))  # one tensor for all would be read by the host
     step = steps[0].double()
     corrections = torch.stack([1 - beta**step for beta in group["betas"]]).float()  # a tensor of betas would be a sync
     adamw(

@@ -12,6 +12,7 @@ from opengem import checkpoint
 from opengem.config import StreamConfig
 from opengem.data.schema import Schema
 from opengem.data.store import Writer
+from opengem.efficiency import workload
 from opengem.errors import UserError
 from opengem.job import build, open_run, run_config
 from opengem.train import train
@@ -110,3 +111,18 @@ def test_tables_of_a_later_pass_depend_on_the_seed(data):
         next(iter(Feed(job, loader, Progress.of(job))))
         rows.append(job.embeddings.state_dict()["weight"]["item"].clone())
     assert not torch.equal(*rows)
+
+
+@pytest.mark.gpu
+def test_a_training_step_never_waits_for_the_device():
+    """A sum of one-number tensors and another one was read by the host in every step, which left the device idle."""
+    config = small.config()
+    config = replace(config, train=replace(config.train, device="cuda"))
+    job = build(config, workload.schema(config, 2))
+    batch = workload.batch(job.schema, job.max_lengths, 12).to(job.device)
+    for strict in (False, False, True):
+        torch.cuda.set_sync_debug_mode("error" if strict else "default")
+        try:
+            job.learn(job.loss(job.forward(batch), batch))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

@@ -96,3 +96,14 @@ def test_copies_follow_whoever_writes_a_parameter():
     assert torch.equal(copies.named()["weight"], module.weight.bfloat16())
     module.load_state_dict({"weight": torch.ones(2, 3), "bias": torch.zeros(2)})
     assert bool((copies.named()["weight"] == 1).all())
+
+
+def test_copies_follow_a_step_on_a_device_without_the_kernel_of_all_parameters():
+    """PyTorch's fused step leaves the version of a parameter as it was: copies stayed, nothing learned in 16 bits."""
+    model = nn.Linear(3, 2)
+    optimizer, copies = dense_optimizer(model, OptimConfig()), Copies(model, torch.bfloat16)
+    before = copies.named()["weight"].detach().clone()
+    grads = {p: torch.ones_like(p) for p in model.parameters()}
+    update(optimizer, grads, copies, 0.1, gradient_norm(list(grads.values())), 0.0, torch.zeros(()))
+    after = copies.named()["weight"]
+    assert torch.equal(after, model.weight.bfloat16()) and not torch.equal(after, before)

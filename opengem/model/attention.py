@@ -14,6 +14,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry
 
 from opengem.config import ModelConfig, StreamConfig
 from opengem.jagged import Jagged
@@ -26,6 +27,9 @@ from opengem.kernels.jfa.op import jagged_flash_attention
 from opengem.kernels.pool.op import average_and_count, modulated_norm
 from opengem.kernels.rope.op import apply_rope, rope_tables
 from opengem.model.interaction import TokenMix, mix_tokens
+
+# without this PyTorch's counter, and ours, would pass over products that are added in place
+flop_registry[torch.ops.aten.addmm_] = flop_registry[torch.ops.aten.addmm]
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ class _LinearOn(torch.autograd.Function):
         return rest.addmm_(grad, weight), own
 
 
-def linear_on(layer: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor]:
+def _linear_on(layer: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor]:
     """(`layer(x)`, x for whoever reads it next), without a bias: x `[T, d]`.
 
     In the backward the product is added to the gradient that comes back from the next reader, in place, by the kernel
@@ -176,7 +180,7 @@ class ContextAttention(nn.Module):
 
         summary: `[B, num_summary, model dim]`.
         """
-        q, values = linear_on(self.query, x.values)
+        q, values = _linear_on(self.query, x.values)
         q = q.unflatten(1, (self.heads, -1))
         k, v = self.context(summary)
         offsets = torch.arange(0, x.batch_size * self.num_kv + 1, self.num_kv, device=x.device)
@@ -239,11 +243,11 @@ class SeedPooling(nn.Module):
         self.kron = SumKron(model.seeds, model.pooled_tokens, config.dim, model.dim, model.sumkron_rank)
 
     def forward(self, x: Jagged, candidate: Tensor) -> tuple[Tensor, Jagged]:
-        """(pooled tokens, x for whoever reads it next: see `linear_on`). candidate: `[B, model dim]`."""
+        """(pooled tokens, x for whoever reads it next: see `_linear_on`). candidate: `[B, model dim]`."""
         scale, shift = self.condition(candidate).chunk(2, 1)
         q = self.query(modulated_norm(self.seed.to(scale.dtype), scale, shift))  # [B, seeds, d]
         q = q.reshape(-1, self.heads, self.dim // self.heads)
-        kv, values = linear_on(self.key_value, x.values)
+        kv, values = _linear_on(self.key_value, x.values)
         kv = kv.unflatten(1, (2 * self.heads, -1))
         offsets = torch.arange(0, candidate.shape[0] * self.seeds + 1, self.seeds, device=candidate.device)
         rows = {"q_offsets": offsets, "kv_offsets": x.offsets, "max_q": self.seeds, "max_kv": x.max_length}

@@ -80,7 +80,7 @@ def newest(events: Jagged, count: int) -> tuple[Jagged, Tensor]:
 
 
 class _Choose(torch.autograd.Function):
-    """(x, x[row]); the gradient of the rows is added to that of x."""
+    """(x, x[row]); the gradient of the rows is added to that of x in place: nothing else may still need that one."""
 
     @staticmethod
     def forward(ctx, x: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,8 +94,9 @@ class _Choose(torch.autograd.Function):
         if chosen is None:
             return grad, None
         (row,) = ctx.saved_tensors
-        whole = chosen.new_zeros(ctx.rows, chosen.shape[1]) if grad is None else grad
-        return whole.index_add(0, row, chosen), None
+        whole = chosen.new_zeros(ctx.rows, chosen.shape[1]) if grad is None else grad.contiguous()
+        add = whole.index_add if torch.compiler.is_compiling() else whole.index_add_
+        return add(0, row, chosen), None
 
 
 class StreamLayer(nn.Module):

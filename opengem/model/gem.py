@@ -68,7 +68,7 @@ class Layer(nn.Module):
         for name, layer in self.streams.items():
             states[name] = layer.pool(states[name], candidate)
         pooled = [state.summary.to(summary.dtype) for state in states.values()]
-        out = self.experts(torch.cat([summary, *pooled], 1))
+        out = self.experts([summary, *pooled])
         for name, layer in self.streams.items():
             states[name] = layer(states[name], summary)
         return out

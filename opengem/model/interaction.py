@@ -66,70 +66,78 @@ class WeightGeneration(nn.Module):
         return self.compress.flops(rows, dim) + 4 * tokens * dim * dim + self.gate.flops(tokens)
 
 
-class WukongExpert(nn.Module):
-    """One Wukong layer (arXiv 2403.02545): `[B, n, d]` to `[B, fm_tokens + linear_tokens, d]`.
-
-    A factorisation machine X Xᵀ Y with learned Y `[n, rank]`, computed as X (Xᵀ Y), goes through an MLP to `fm_tokens`
-    tokens; a linear compression gives the others; both are added to the compressed input and normalised.
-    """
-
-    def __init__(self, tokens: int, dim: int, fm_tokens: int, linear_tokens: int, rank: int, hidden: int) -> None:
-        super().__init__()
-        self.tokens, self.dim, self.fm_tokens = tokens, dim, fm_tokens
-        self.rows = linear_tokens, rank
-        self.linear = TokenMix(tokens, linear_tokens)
-        if fm_tokens:
-            self.project = TokenMix(tokens, rank)
-            self.inner = nn.Linear(tokens * rank, hidden)
-            self.outer = nn.Linear(hidden, fm_tokens * dim)
-        self.shortcut = TokenMix(tokens, fm_tokens + linear_tokens)
-
-    def forward(self, x: Tensor) -> Tensor:
-        linear = F.pad(self.linear.weight, (0, 0, self.fm_tokens, 0)) + self.shortcut.weight
-        if not self.fm_tokens:
-            return layer_norm(mix_tokens(linear, x))
-        mixed = mix_tokens(torch.cat([linear, self.project.weight]), x)  # all maps along the token axis at once
-        fm, linear, projected = mixed.split([self.fm_tokens, *self.rows], 1)
-        products = x @ projected.transpose(1, 2)  # [B, n, rank]
-        hidden = F.gelu(self.inner(layer_norm(products.flatten(1))))
-        return layer_norm(torch.cat([fm + self.outer(hidden).unflatten(1, fm.shape[1:]), linear], 1))
-
-    def flops(self, rows: int) -> int:
-        total = self.shortcut.flops(rows, self.dim)
-        if self.fm_tokens:
-            rank = self.project.weight.shape[0]
-            total += self.project.flops(rows, self.dim) + 2 * rows * self.tokens * self.dim * rank
-            total += 2 * rows * (self.inner.weight.numel() + self.outer.weight.numel())
-        return total
-
-
 class Experts(nn.Module):
-    """Experts side by side, each on its own partition of the tokens, outputs concatenated; there is no router.
+    """Wukong layers (arXiv 2403.02545) side by side, each on its own partition of the tokens; there is no router.
 
-    Token i goes to expert i mod M, so that each sees features and every history. Missing tokens of the last round are
-    zeros. `[B, n, d]` to `[B, M * (fm_tokens + linear_tokens), d]`. The experts share no parameter, so they can live on
-    different ranks (`parallel/expert.py`).
+    `[B, n, d]`, given in parts along the tokens, to `[B, M * (fm_tokens + linear_tokens), d]`, expert by expert. Token
+    i goes to expert i mod M, so that each sees features and every history. Missing tokens of the last round are zeros.
+
+    A factorisation machine X Xᵀ Y with learned Y `[n / M, rank]`, computed as X (Xᵀ Y), goes through an MLP to
+    `fm_tokens` tokens; a linear compression gives the others; both are added to the compressed input and normalised.
+
+    The experts share no parameter; those of one kind lie one behind the other along the first dimension, so that all
+    experts are one product, and can be split over ranks along it.
     """
 
     def __init__(self, tokens: int, experts: int, dim: int, fm_tokens: int, linear_tokens: int, rank: int,
                  hidden: int) -> None:
         super().__init__()
-        each = -(-tokens // experts)
-        self.padding = each * experts - tokens
-        self.experts = nn.ModuleList(
-            WukongExpert(each, dim, fm_tokens, linear_tokens, rank, hidden) for _ in range(experts)
-        )
+        each = self.each = -(-tokens // experts)
+        self.tokens, self.experts, self.dim, self.fm_tokens, self.linear_tokens = (
+            tokens, experts, dim, fm_tokens, linear_tokens)
 
-    def partition(self, x: Tensor) -> tuple[Tensor, ...]:
-        """One `[B, n / M, d]` for each expert."""
-        padded = F.pad(x, (0, 0, 0, self.padding)) if self.padding else x
-        return padded.unflatten(1, (-1, len(self.experts))).unbind(2)
+        def uniform(*shape: int, inputs: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape).uniform_(-1, 1) * inputs**-0.5)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([expert(part) for expert, part in zip(self.experts, self.partition(x), strict=True)], 1)
+        self.linear = uniform(experts, linear_tokens, each, inputs=each)
+        self.shortcut = uniform(experts, fm_tokens + linear_tokens, each, inputs=each)
+        if fm_tokens:
+            self.project = uniform(experts, rank, each, inputs=each)
+            self.inner = uniform(experts, each * rank, hidden, inputs=each * rank)
+            self.inner_bias = uniform(experts * hidden, inputs=each * rank)  # of one dimension, so without weight decay
+            self.outer = uniform(experts, hidden, fm_tokens * dim, inputs=hidden)
+            self.outer_bias = uniform(experts * fm_tokens * dim, inputs=hidden)
+
+    def partition(self, parts: list[Tensor]) -> Tensor:
+        """`[M * B, rows, d]`: the tokens of each expert, zeros behind them up to a multiple of 8 rows, since matrix
+        products of any other inner size are several times slower."""
+        rows = -(-self.each // 8) * 8
+        missing = rows * self.experts - self.tokens
+        zeros = parts[0].new_zeros(1, 1, 1).expand(parts[0].shape[0], missing, self.dim)
+        return torch.cat([*parts, zeros], 1).unflatten(1, (rows, self.experts)).permute(2, 0, 1, 3).flatten(0, 1)
+
+    def mix(self, maps: Tensor, x: Tensor) -> Tensor:
+        """`[M, m, each]` along the tokens of `[M * B, rows, d]`."""
+        maps = F.pad(maps, (0, x.shape[1] - self.each))[:, None].expand(-1, x.shape[0] // self.experts, -1, -1)
+        return torch.bmm(maps.flatten(0, 1), x)
+
+    def forward(self, parts: list[Tensor]) -> Tensor:
+        x = self.partition(parts)
+        linear = F.pad(self.linear, (0, 0, self.fm_tokens, 0)) + self.shortcut
+        if not self.fm_tokens:
+            return self.join(self.mix(linear, x))
+        mixed = self.mix(torch.cat([linear, self.project], 1), x)  # all maps along the token axis at once
+        fm, linear, projected = mixed.split([self.fm_tokens, self.linear_tokens, self.project.shape[1]], 1)
+        products = x @ projected.transpose(1, 2)  # [M * B, rows, rank]
+        products = layer_norm(products[:, : self.each].flatten(1)).unflatten(0, (self.experts, -1))
+        hidden = F.gelu(_linear(products, self.inner, self.inner_bias))
+        return self.join(torch.cat([fm + _linear(hidden, self.outer, self.outer_bias).reshape(fm.shape), linear], 1))
+
+    def join(self, tokens: Tensor) -> Tensor:
+        """Normalised, the experts of a sample side by side."""
+        return layer_norm(tokens).unflatten(0, (self.experts, -1)).transpose(0, 1).flatten(1, 2)
 
     def flops(self, rows: int) -> int:
-        return sum(expert.flops(rows) for expert in self.experts)
+        total = 2 * rows * self.dim * self.shortcut.numel()
+        if self.fm_tokens:
+            total += 4 * rows * self.dim * self.project.numel()
+            total += 2 * rows * (self.inner.numel() + self.outer.numel())
+        return total
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """A linear layer for each expert: `[M, B, in]` with weights `[M, in, out]`, whose gradients come in that layout."""
+    return torch.baddbmm(bias.view(x.shape[0], 1, -1), x, weight)
 
 
 class CrossLayerAttention(nn.Module):

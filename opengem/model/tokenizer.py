@@ -139,7 +139,9 @@ class EventTokenizer(nn.Module):
         numbers = self.numbers(batch, view, vectors.dtype)
         if self.pairs:
             numbers.append(self.similarity(vectors, embedded, view.history))
-        hidden = torch.addmm(self.inner(torch.cat(numbers, 1)), vectors, self.lift.weight.T)
+        hidden = self.inner(torch.cat(numbers, 1))
+        lift = self.lift.weight.T.to(hidden.dtype)
+        hidden.addmm_(vectors.to(hidden.dtype), lift)  # in place: else it is copied first
         return view.history.with_values(self.outer(F.gelu(hidden)))
 
     @torch.no_grad()

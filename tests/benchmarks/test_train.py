@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import train, train_plain
+from benchmarks import train, train_ne, train_plain
 from benchmarks.run import record
 from benchmarks.train_baseline import Baseline
 from opengem.errors import UserError
@@ -107,6 +107,24 @@ def test_the_ladder_ends_at_equal_ne_and_its_rows_are_complete(tmp_path, monkeyp
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == len(rows)
 
 
+def test_another_order_holds_the_same_samples():
+    batch = make_batch(LENGTHS)
+    other = train.reordered(batch, 1)
+    places = [other.rows.tolist().index(row) for row in batch.rows.tolist()]
+    assert places != sorted(places)
+    for name, x in batch.sequences.items():
+        assert all(torch.equal(a, other.sequences[name].to_list()[i])
+                   for a, i in zip(x.to_list(), places, strict=True))
+    assert torch.equal(other.labels["click"][places], batch.labels["click"])
+
+
+def test_every_order_of_a_rung_has_the_same_ne(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "STREAM", {"users": 16, "samples": 256, "lengths": "lognormal(40)", "max_length": 80,
+                                          "streams": 1, "base_rate": 0.3})  # fmt: skip
+    row = train_ne.run(small.config(), torch.device("cpu"), tmp_path / "rows.jsonl", 96, 32, ("baseline",))[0]
+    assert row["ne_orders"] == pytest.approx([row["ne"]] * 2, abs=1e-4) and row["ne_orders"][1] != row["ne"]
+
+
 def test_an_unknown_rung_is_refused():
     """It was passed over, and the last rung measured in its place."""
     with pytest.raises(UserError, match=r"no rung.*'jaged'.*known: baseline, jagged"):
@@ -129,7 +147,7 @@ def test_every_stand_in_replaces_a_name_of_the_model():
 def test_overhead_of_the_log_is_measured(tmp_path):
     config = small.config()
     row = train.overhead(None, config=config, rounds=1, steps=2, device="cpu")[0]
-    assert row["case"] == "logging_overhead" and -1 < row["share"] < 5
+    assert row["case"] == "logging_overhead" and row["at_most"] > 0 and len(row["loops_s"]) == 1
 
 
 def test_padded_rows_of_a_jagged_batch_come_back_in_place():

@@ -45,7 +45,8 @@ def test_every_layer_has_both_phases_and_the_flops_are_those_of_the_model(result
     for part in layers:
         assert by_name[part.name]["forward_ms"] > 0 and by_name[part.name]["backward_ms"] > 0, part.name
         executed = by_name[part.name]["forward_executed_flops"]
-        assert executed == part.flops or part.kind == "events" and executed > part.flops, part.name  # it pads numbers
+        padded = part.kind in ("events", "experts") and executed > part.flops  # numbers, tokens of an expert
+        assert executed == part.flops or padded, part.name
     for owner in ("optimiser", "lookup", "embedding update", "loss", "clip and check"):
         assert by_name[owner]["forward_ms"] > 0, owner
     assert sum(row["backward_executed_flops"] for row in result["rows"]) < 1.05 * 2 / 3 * result["flops"]

@@ -15,7 +15,7 @@ from opengem.model.attention import (
     SelfAttention,
     SplitHeads,
     SumKron,
-    linear_on,
+    _linear_on,
     rotate,
     rotation,
 )
@@ -201,7 +201,7 @@ def test_full_layer_is_context_then_self_attention(lengths):
 def test_a_product_is_added_to_the_gradient_of_the_next_reader(used):
     layer, values = torch.nn.Linear(4, 6, bias=False), torch.randn(5, 4)
     grads = []
-    for function in (linear_on, lambda layer, x: (layer(x), x)):
+    for function in (_linear_on, lambda layer, x: (layer(x), x)):
         x = values.clone().requires_grad_()
         product, handed_on = function(layer, x)
         parts = {"product": product.square().sum(), "input": (handed_on * handed_on).sum()}

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from opengem.kernels.norm.op import layer_norm
 from opengem.model.heads import Head
-from opengem.model.interaction import CrossLayerAttention, Experts, TokenMix, WeightGeneration, WukongExpert
+from opengem.model.interaction import CrossLayerAttention, Experts, TokenMix, WeightGeneration
 
 
 def test_experts_share_out_every_token_once():
     experts = Experts(7, 3, 4, 2, 2, 3, 8)
-    x = torch.arange(7.0)[None, :, None].expand(2, 7, 4)
-    parts = experts.partition(x)
-    assert [part[0, :, 0].tolist() for part in parts] == [[0, 3, 6], [1, 4, 0], [2, 5, 0]]
-    assert experts(x).shape == (2, 12, 4)
+    x = torch.arange(1.0, 8.0)[None, :, None].expand(2, 7, 4)
+    parts = experts.partition(list(x.split([5, 2], 1))).unflatten(0, (3, 2))
+    assert [part[0, :, 0].tolist() for part in parts] == [
+        [1, 4, 7, 0, 0, 0, 0, 0], [2, 5, 0, 0, 0, 0, 0, 0], [3, 6, 0, 0, 0, 0, 0, 0]]  # fmt: skip
+    assert experts([x]).shape == (2, 12, 4) and experts([x[:0]]).shape == (0, 12, 4)
 
 
 def test_an_expert_sees_its_own_partition_only():
@@ -22,17 +24,21 @@ def test_an_expert_sees_its_own_partition_only():
     x = torch.randn(1, 6, 4)
     changed = x.clone()
     changed[0, 1] += 1.0
-    a, b = experts(x), experts(changed)
+    a, b = experts([x]), experts([changed])
     assert torch.equal(a[:, :4], b[:, :4]) and not torch.allclose(a[:, 4:], b[:, 4:])
 
 
 def test_factorisation_machine_is_the_product_of_all_token_pairs():
-    """X (Xᵀ Y) == (X Xᵀ) Y: every pair of tokens, without the n x n matrix."""
-    expert, x = WukongExpert(5, 8, 3, 2, 4, 16), torch.randn(3, 5, 8)
-    pairs = x @ x.transpose(1, 2) @ expert.project.weight.T
-    fm = expert.outer(torch.nn.functional.gelu(expert.inner(layer_norm(pairs.flatten(1))))).unflatten(1, (3, 8))
-    wanted = layer_norm(torch.cat([fm, expert.linear(x)], 1) + expert.shortcut(x))
-    torch.testing.assert_close(expert(x), wanted)
+    """X (Xᵀ Y) == (X Xᵀ) Y: every pair of tokens, without the n x n matrix; expert by expert."""
+    experts, x = Experts(9, 2, 8, 3, 2, 4, 16), torch.randn(3, 9, 8)
+    found = []
+    for i, own in enumerate((x[:, ::2], torch.cat([x[:, 1::2], torch.zeros(3, 1, 8)], 1))):
+        pairs = own @ own.transpose(1, 2) @ experts.project[i].T
+        bias = experts.inner_bias.view(2, -1)[i], experts.outer_bias.view(2, -1)[i]
+        hidden = F.gelu(F.linear(layer_norm(pairs.flatten(1)), experts.inner[i].T, bias[0]))
+        fm = F.linear(hidden, experts.outer[i].T, bias[1]).unflatten(1, (3, 8))
+        found.append(layer_norm(torch.cat([fm, experts.linear[i] @ own], 1) + experts.shortcut[i] @ own))
+    torch.testing.assert_close(experts([x]), torch.cat(found, 1))
 
 
 def test_a_closed_gate_hides_the_earlier_layers():

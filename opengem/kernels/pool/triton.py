@@ -11,6 +11,7 @@ from opengem.kernels.launch import kind_of, launch
 from opengem.kernels.pool.reference import EPS
 
 ROWS = 16  # seeds of a program
+BACK_ROWS = 2  # in the backward: its reductions wait for each other, so many small programs hide them
 TILE = 4096  # elements of a program that joins or splits heads
 GROUPS = 16  # programs that share the samples, in the backward
 
@@ -130,7 +131,7 @@ def modulate(seed: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 def modulate_backward(grad: Tensor, seed: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See `reference.modulate_backward`."""
     (seeds, width), samples = seed.shape, scale.shape[0]
-    groups, tiles = min(GROUPS, samples), triton.cdiv(seeds, ROWS)
+    groups, tiles = min(GROUPS, samples), triton.cdiv(seeds, BACK_ROWS)
     grad = grad.contiguous()
     dseed = torch.empty(groups, seeds, width, dtype=torch.float32, device=seed.device)
     dscale, dshift = torch.empty(2, tiles, samples, width, dtype=torch.float32, device=seed.device)
@@ -138,5 +139,5 @@ def modulate_backward(grad: Tensor, seed: Tensor, scale: Tensor, shift: Tensor) 
         strides = width, scale.stride(0), shift.stride(0)
         launch(_modulate_backward, (groups, tiles, 1), kind_of(grad, seed, scale, shift, facts=(seeds, *strides)),
                (grad, seed, scale, shift, dseed, dscale, dshift, samples, seeds, *strides),
-               (EPS, ROWS, triton.next_power_of_2(width)), 8)
+               (EPS, BACK_ROWS, triton.next_power_of_2(width)), 2)
     return dseed.sum(0).to(seed.dtype), dscale.sum(0).to(seed.dtype), dshift.sum(0).to(seed.dtype)
