@@ -1,0 +1,209 @@
+"""Variants of the Hopper backward of jagged flash attention, made by patches of the package's source, on one GPU.
+
+    python -m benchmarks.ladder.jfa_variants check e,eo        equal to the package's kernel, repeatable
+    python -m benchmarks.ladder.jfa_variants time e,eo         in turn with it, the L2 overwritten
+
+e: where a sum goes and whose turn it is are looked up before the product is waited for; one fence an announcement.
+eo: e, and one arrival a tile: the warp that announces also frees the tile.
+p4, p8: e, and every fourth or eighth exponential by a polynomial on the FMA pipes (relative error 8.6e-5).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import inspect
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.ladder.jfa_check import CASES, EDGES, MASKS, emit, machine, median_ms
+from opengem.kernels.jfa.reference import Options
+
+LOOKUP = """\
+        address = scratch_ptr.to(gl.int64) + get(notes, 8 * at + 1, 8).to(gl.int64) * (4 * QUERIES * HEAD_DIM)
+        mode = gl.where(flags & LAST != 0, 2, gl.where(flags & FRESH != 0, 0, 1))
+        turn_at = count % 2
+        mbarrier.wait(turn.index(turn_at), (count // 2) & 1)
+"""
+WAIT = "        share, dv, weights = warpgroup_mma_wait(1, deps=[dq_next, dv_next, weights])\n"
+EARLY = [
+    (WAIT + LOOKUP, LOOKUP + WAIT),
+    ("            st.release.gpu.global.s32 [$1], $2;", "            st.relaxed.gpu.global.s32 [$1], $2;"),
+]
+ONE_ARRIVAL = [
+    ("        mbarrier.arrive(empty.index(at), count=1)\n        if not EAGER:\n",
+     "        if EAGER:\n            mbarrier.arrive(empty.index(at), count=1)\n        else:\n"),
+    ("def _tell(counters_ptr, orders, done, told):\n",
+     "def _tell(counters_ptr, orders, done, told, empty, STAGES: gl.constexpr, EAGER: gl.constexpr):\n"),
+    ("    while place >= 0:\n        at = count % 2\n",
+     "    while place >= 0:\n        if not EAGER:\n            mbarrier.arrive(empty.index(count % STAGES), count=1)\n"
+     "        at = count % 2\n"),
+    ("(counters_ptr, orders, done, told))",
+     "(counters_ptr, orders, done, told, empty, STAGES, HAS_RIGHT and not HAS_LEFT))"),
+]
+EXPONENTIAL = "        p = gl.exp2(s * scale2 - lse2[None, :])\n"
+MIXED = '''
+
+@gluon.constexpr_function
+def _mixed(pack):
+    """PTX of `pack` powers of two; the last by a polynomial on [0, 1), whose exponent is then raised."""
+    last, given = pack - 1, 2 * pack - 1
+    return "\\n".join([
+        "{", ".reg .f32 x, whole, part, p;", ".reg .b32 high, bits;",
+        *(f"ex2.approx.ftz.f32 ${i}, ${pack + i};" for i in range(last)),
+        f"max.ftz.f32 x, ${given}, 0fC2FE0000;", "add.rm.ftz.f32 whole, x, 0f4B400000;",
+        "sub.rn.ftz.f32 part, whole, 0f4B400000;", "sub.rn.ftz.f32 part, x, part;",
+        "fma.rn.ftz.f32 p, part, 0f3D9DD565, 0f3E691BBB;", "fma.rn.ftz.f32 p, p, part, 0f3F31F32D;",
+        "fma.rn.ftz.f32 p, p, part, 0f3F800000;", "mov.b32 high, whole;", "shl.b32 high, high, 23;",
+        "mov.b32 bits, p;", "add.s32 bits, bits, high;", f"mov.b32 ${last}, bits;", "}"])
+
+
+@gluon.constexpr_function
+def _mixed_operands(pack):
+    return ",".join(["=&f"] * pack + ["f"] * pack)
+
+
+@gluon.jit
+def _consume('''
+
+
+def polynomial(pack: int) -> list[tuple[str, str]]:
+    """Every `pack`th exponential on the FMA pipes."""
+    call = (f"        p = gl.inline_asm_elementwise(_mixed({pack}), _mixed_operands({pack}), "
+            f"[s * scale2 - lse2[None, :]], gl.float32,\n            is_pure=True, pack={pack})\n")
+    return [(EXPONENTIAL, call), ("\n\n@gluon.jit\ndef _consume(", MIXED)]
+
+
+PATCHES = {
+    "shipped": [], "e": EARLY, "eo": EARLY + ONE_ARRIVAL, "p4": EARLY + polynomial(4), "p8": EARLY + polynomial(8),
+    "eop4": EARLY + ONE_ARRIVAL + polynomial(4),
+}
+EXACT = {"shipped", "e", "eo"}  # same sums in the same order: equal bits are wanted
+
+
+@functools.cache
+def build(name: str):
+    """The module of the package with the patches of `name`, each of which must fit in one place."""
+    from opengem.kernels.jfa import gluon_sm90_backward as package
+
+    text = inspect.getsource(package)
+    for old, new in PATCHES[name]:
+        if text.count(old) != 1:
+            raise ValueError(f"{name}: {text.count(old)} places for {old!r}, wanted 1")
+        text = text.replace(old, new)
+    path = Path(tempfile.mkdtemp()) / f"jfa_variant_{name}.py"
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------
+
+FEW = ([64, 0, 1, 63, 65, 3, 250, 16] * 40, [1000, 600, 1, 127, 129, 0, 512, 1300] * 40)
+
+
+def inputs(q_lengths: list[int], kv_lengths: list[int], dim: int, mask, group: int = 1) -> tuple:
+    """(positional arguments of `backward`, lengths and options included) behind a forward of the package."""
+    from opengem.kernels.jfa import gluon_sm90
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    rows, kv_rows = sum(q_lengths), sum(kv_lengths)
+    q, dout, k, v = (torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16) for shape in (
+        (rows, 4, dim), (rows, 4, dim), (kv_rows, 4 // group, dim), (kv_rows, 4 // group, dim)))
+    offsets = [torch.tensor([0, *n]).cumsum(0).to("cuda", torch.int32) for n in (q_lengths, kv_lengths)]
+    left, right = mask.window or (-1, -1)
+    options = Options(dim**-0.5, left, 0 if mask.causal else right)
+    most = max(q_lengths), max(kv_lengths)
+    out, lse = gluon_sm90.forward(q, k, v, *offsets, None, *most, options)
+    return dout, None, q, k, v, out, lse, *offsets, None, *most, options
+
+
+def compare(name: str, given: tuple, repeats: int, **about) -> bool:
+    """Whether `name` repeats its bits and agrees with the package's kernel (bit by bit where that is wanted)."""
+    from opengem.kernels.jfa import gluon_sm90_backward as package
+
+    want = package.backward(*given)[:3]
+    got = build(name).backward(*given)[:3]
+    same = all(torch.equal(a, b) for _ in range(repeats)
+               for a, b in zip(got, build(name).backward(*given)[:3], strict=True))
+    equal = all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    gap = max(float((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-6))
+              for a, b in zip(got, want, strict=True))
+    good = same and (equal if name in EXACT else gap < 2e-3)
+    emit(check=name, **about, ok=good, repeatable=same, equal=equal, gap=gap)
+    return good
+
+
+def check(name: str, dim: int, mask: str) -> bool:
+    """Edge lengths, also with few blocks so that items queue, and (where all is seen) few queries of many keys."""
+    module, good = build(name), True
+    usual = module.multiprocessors
+    for blocks in (0, 7):
+        module.multiprocessors = (lambda device: 7) if blocks else usual
+        for at, (q_lengths, kv_lengths) in enumerate([*EDGES, *([FEW] if mask == "full" else [])]):
+            if 0 not in (sum(q_lengths), sum(kv_lengths or q_lengths)):
+                given = inputs(q_lengths, kv_lengths or q_lengths, dim, MASKS[mask], group=2)
+                good &= compare(name, given, 1, dim=dim, mask=mask, lengths=at, blocks=blocks)
+    return good
+
+
+def large(name: str, words: list[str]) -> bool:
+    """Whole benchmark cases."""
+    good = True
+    for case, (lengths, _, dim, mask) in CASES.items():
+        if not words or any(word in case for word in words):
+            lengths = lengths()
+            good &= compare(name, inputs(lengths, lengths, dim, mask), 5, case=case)
+    return good
+
+
+# ---- time ------------------------------------------------------------------------------------------------------
+
+
+def times(names: list[str], words: list[str], rounds: int = 3) -> None:
+    """Milliseconds of the backward alone, all variants in turn, several times."""
+    from opengem.kernels.jfa import cost
+
+    machine()
+    for case, (make_lengths, _, dim, mask) in CASES.items():
+        if words and not any(word in case for word in words):
+            continue
+        lengths = make_lengths()
+        given = inputs(lengths, lengths, dim, mask)
+        flops = 2.5 * cost.flops(lengths, lengths, 4, dim, causal=mask.causal, window=mask.window)
+        for turn in range(rounds):
+            for name in names:
+                ms, low, high = median_ms(functools.partial(build(name).backward, *given), repeats=9)
+                emit(time=name, case=case, round=turn, bwd_ms=ms, bwd_tflops=flops / ms / 1e9, spread=[low, high])
+        del given
+    machine()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("work", choices=["check", "large", "time"])
+    parser.add_argument("names", help="variants, separated by commas")
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--mask", choices=list(MASKS), default="full")
+    parser.add_argument("--cases", nargs="*", default=[], help="parts of names of cases")
+    given = parser.parse_args()
+    names, start, good = given.names.split(","), time.time(), True
+    if given.work == "time":
+        times(names, given.cases)
+    else:
+        for name in names:
+            good &= check(name, given.dim, given.mask) if given.work == "check" else large(name, given.cases)
+    print(f"{given.work} {given.names}: {'good' if good else 'BAD'}, {time.time() - start:.0f} s", flush=True)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
