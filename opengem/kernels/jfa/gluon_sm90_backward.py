@@ -300,22 +300,27 @@ def _rank(
 
 
 @gluon.jit
-def _write_back(kv, dk_desc, dv_desc, k_ring, v_ring, places):
-    """dk and dv, which have taken the places of k and v, to global memory."""
+def _write_back(kv, dk_desc, dv_desc, dk_ring, dv_ring, places, KEYS: gl.constexpr):
+    """dk and dv, which may have taken the places of k and v, to global memory."""
+    BOX: gl.constexpr = dk_desc.block_type.shape[2]
     end = get(places, 4 * kv, 1)
     row = get(places, 4 * kv + 1, 1)
     column = get(places, 4 * kv + 2, 1)
-    tma.async_copy_shared_to_global(dk_desc, [BOUND, end, row, column], k_ring.index(kv))
-    tma.async_copy_shared_to_global(dv_desc, [BOUND, end, row, column], v_ring.index(kv))
+    for part in gl.static_range(KEYS // BOX):
+        at = kv * (KEYS // BOX) + part
+        tma.async_copy_shared_to_global(dk_desc, [BOUND, end, row + part * BOX, column], dk_ring.index(at))
+        tma.async_copy_shared_to_global(dv_desc, [BOUND, end, row + part * BOX, column], dv_ring.index(at))
     tma.store_wait(0)
 
 
 @gluon.jit
 def _produce(
-    q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, records_ptr, k_ring, v_ring, q_ring, do_ring,
-    stats_ring, notes, places, claims, kv_full, staged, q_full, do_full, empty, claimed, taken, slots, items, q_slots,
-    limit, left, right, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HEAD_DIM: gl.constexpr,
-    QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, DEALT: gl.constexpr):
+    q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, records_ptr, k_ring, v_ring, dk_ring, q_ring,
+    do_ring, stats_ring, notes, places, claims, kv_full, staged, q_full, do_full, empty, claimed, taken, slots, items,
+    q_slots, limit, left, right, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    HEAD_DIM: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, DEALT: gl.constexpr):
+    BOX: gl.constexpr = k_desc.block_type.shape[2]
+    PARTS: gl.constexpr = KEYS // BOX
     count = 0
     kv_count = 0
     claim_count = 0
@@ -327,13 +332,16 @@ def _produce(
             kv = kv_count % 2
             mbarrier.wait(staged.index(kv), ((kv_count // 2) & 1) ^ 1)
             if kv_count >= 2:
-                _write_back(kv, dk_desc, dv_desc, k_ring, v_ring, places)
+                _write_back(kv, dk_desc, dv_desc, dk_ring, v_ring, places, KEYS)
             put(places, 4 * kv, k_begin + n)
             put(places, 4 * kv + 1, BOUND - n + tile * KEYS)
             put(places, 4 * kv + 2, head * HEAD_DIM)
-            mbarrier.expect(kv_full.index(kv), 2 * k_desc.block_type.nbytes)
-            load_rows(k_desc, k_begin, n, tile * KEYS, head * HEAD_DIM, kv_full.index(kv), k_ring.index(kv))
-            load_rows(v_desc, k_begin, n, tile * KEYS, head * HEAD_DIM, kv_full.index(kv), v_ring.index(kv))
+            mbarrier.expect(kv_full.index(kv), 2 * PARTS * k_desc.block_type.nbytes)
+            for part in gl.static_range(PARTS):
+                row = tile * KEYS + part * BOX
+                at = kv * PARTS + part
+                load_rows(k_desc, k_begin, n, row, head * HEAD_DIM, kv_full.index(kv), k_ring.index(at))
+                load_rows(v_desc, k_begin, n, row, head * HEAD_DIM, kv_full.index(kv), v_ring.index(at))
             kv_count += 1
             fresh_low, fresh_high, last_low, last_high = _firsts_and_lasts(
                 tile, n, m, low, high, begin, limit, left, right, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS)
@@ -389,7 +397,7 @@ def _produce(
     for back in range(left_over):
         block = kv_count - left_over + back
         mbarrier.wait(staged.index(block % 2), (block // 2) & 1)
-        _write_back(block % 2, dk_desc, dv_desc, k_ring, v_ring, places)
+        _write_back(block % 2, dk_desc, dv_desc, dk_ring, v_ring, places, KEYS)
 
 
 @gluon.jit
@@ -467,13 +475,19 @@ def _tell(counters_ptr, orders, done, told):
 
 
 @gluon.constexpr_function
-def _adding(values):
+def _thread(threads):
+    """PTX that finds the number of a thread among `threads`, the first of the block or a multiple of them on."""
+    return "mov.u32 thread, %tid.x;" + ("" if threads == 256 else f" and.b32 thread, thread, {threads - 1};")
+
+
+@gluon.constexpr_function
+def _adding(values, threads):
     """PTX that stores or adds `values` numbers of each thread: of operand $1 (what to do), $2 (where), $3 (what)."""
     operands = [f"${values // 4 + i * values}" for i in range(3)]
-    parts = [f"[at + {1024 * i}], {{${base}, ${base + 1}, ${base + 2}, ${base + 3}}};"
+    parts = [f"[at + {4 * threads * i}], {{${base}, ${base + 1}, ${base + 2}, ${base + 3}}};"
              for i in range(0, values, 4) for base in [values // 4 + 2 * values + i]]
     return "\n".join([
-        "{", ".reg .pred fresh, more;", ".reg .u32 thread;", ".reg .u64 at;", "mov.u32 thread, %tid.x;",
+        "{", ".reg .pred fresh, more;", ".reg .u32 thread;", ".reg .u64 at;", _thread(threads),
         f"mad.wide.u32 at, thread, 16, {operands[1]};", f"setp.eq.s32 fresh, {operands[0]}, 0;",
         f"setp.eq.s32 more, {operands[0]}, 1;", *(f"@fresh st.global.v4.f32 {part}" for part in parts),
         *(f"@more red.relaxed.gpu.global.add.v4.f32 {part}" for part in parts), "}"])
@@ -485,11 +499,11 @@ def _adding_operands(values):
 
 
 @gluon.constexpr_function
-def _reading(values):
+def _reading(values, threads):
     return "\n".join([
-        "{", ".reg .u32 thread;", ".reg .u64 at;", "mov.u32 thread, %tid.x;",
+        "{", ".reg .u32 thread;", ".reg .u64 at;", _thread(threads),
         f"mad.wide.u32 at, thread, 16, ${values};",
-        *(f"ld.relaxed.gpu.global.v4.f32 {{${i}, ${i + 1}, ${i + 2}, ${i + 3}}}, [at + {1024 * i}];"
+        *(f"ld.relaxed.gpu.global.v4.f32 {{${i}, ${i + 1}, ${i + 2}, ${i + 3}}}, [at + {4 * threads * i}];"
           for i in range(0, values, 4)), "}"])
 
 
@@ -499,22 +513,22 @@ def _reading_operands(values):
 
 
 @gluon.jit
-def _add_share(address, share, mode, VALUES: gl.constexpr):
-    """Store (mode 0) or add (mode 1) the numbers that each of 256 threads has of `share`; mode 2 does nothing."""
+def _add_share(address, share, mode, VALUES: gl.constexpr, THREADS: gl.constexpr = 256):
+    """Store (mode 0) or add (mode 1) the numbers that each thread has of `share`; mode 2 does nothing."""
     gl.inline_asm_elementwise(
-        _adding(VALUES), _adding_operands(VALUES), [mode, address, share], gl.int8, is_pure=False, pack=VALUES)
+        _adding(VALUES, THREADS), _adding_operands(VALUES), [mode, address, share], gl.int8, is_pure=False, pack=VALUES)
 
 
 @gluon.jit
-def _sum_so_far(address, share, VALUES: gl.constexpr):
+def _sum_so_far(address, share, VALUES: gl.constexpr, THREADS: gl.constexpr = 256):
     """What the blocks before have added, as `share` holds it."""
     return gl.inline_asm_elementwise(
-        _reading(VALUES), _reading_operands(VALUES), [address, share], gl.float32, is_pure=False, pack=VALUES)
+        _reading(VALUES, THREADS), _reading_operands(VALUES), [address, share], gl.float32, is_pure=False, pack=VALUES)
 
 
 @gluon.jit
-def _store(base, tile, row, rows, column, stride, ROWS: gl.constexpr, HEAD_DIM: gl.constexpr):
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [8, 1], [1, 0])
+def _store(base, tile, row, rows, column, stride, ROWS: gl.constexpr, HEAD_DIM: gl.constexpr, WARPS: gl.constexpr = 8):
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [WARPS, 1], [1, 0])
     own = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     columns = column + gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout))
     address = (row + own).to(gl.int64)[:, None] * stride + columns[None, :]
@@ -674,10 +688,10 @@ def _backward_kernel(
         (_consume, (dq_ptr, scratch_ptr, k_ring, v_ring, q_ring, do_ring, stats_ring, steps, ds_tile, notes, kv_full,
                     staged, q_full, do_full, empty, turn, done, q_stride, scale, left, right, HAS_LEFT, HAS_RIGHT,
                     HEAD_DIM, QUERIES, KEYS, STAGES)),
-        (_produce, (q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, records_ptr, k_ring, v_ring, q_ring,
-                    do_ring, stats_ring, notes, places, claims, kv_full, staged, q_full, do_full, empty, claimed, taken,
-                    slots, items, q_slots, limit, left, right, GROUP, HAS_LEFT, HAS_RIGHT, HEAD_DIM, QUERIES, KEYS,
-                    STAGES, DEALT)),
+        (_produce, (q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, records_ptr, k_ring, v_ring, k_ring,
+                    q_ring, do_ring, stats_ring, notes, places, claims, kv_full, staged, q_full, do_full, empty,
+                    claimed, taken, slots, items, q_slots, limit, left, right, GROUP, HAS_LEFT, HAS_RIGHT, HEAD_DIM,
+                    QUERIES, KEYS, STAGES, DEALT)),
         (_await_turns, (counters_ptr, records_ptr, claims, orders, turn, done, told, claimed, taken, slots, items,
                         q_slots, limit, left, right, GROUP, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS, DEALT)),
         (_tell, (counters_ptr, orders, done, told)),
