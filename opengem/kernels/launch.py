@@ -7,7 +7,9 @@ from functools import cache
 
 import torch
 
-_compiled: dict[tuple, tuple] = {}  # (compiled, kernel): an id stays that of one kernel while the kernel lives
+_device = getattr(torch._C, "_cuda_getDevice", lambda: -1)  # the current one; without a GPU, none
+_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
+_compiled: dict[tuple, tuple] = {}  # what a launch takes, and the kernel: its id stays its own while it lives
 
 
 def launch(kernel, grid: tuple[int, int, int], key: Hashable, arguments: tuple, constants: tuple, warps: int = 4,
@@ -15,16 +17,23 @@ def launch(kernel, grid: tuple[int, int, int], key: Hashable, arguments: tuple, 
     """`kernel[grid](*arguments, *constants)`, quickly from the second call with an equal `key` on.
 
     `key` tells apart what Triton specialises on: the device, dtypes, alignment of pointers and those integers (strides)
-    that are not `do_not_specialize`. None takes the slow way.
+    that are not `do_not_specialize`. None takes the slow way. As Triton does, this launches on the current device and
+    stream.
     """
-    place = id(kernel), key, constants, warps, stages, registers
-    if place in _compiled:
-        _compiled[place][0][grid](*arguments, *constants)
-        return
+    device = -1 if key is None else _device()
+    place = id(kernel), key, constants, warps, stages, registers, device
+    found = _compiled.get(place)
+    if found is not None:
+        run, function, facts, hooks, _ = found
+        if not hooks.launch_enter_hook.calls and not hooks.launch_exit_hook.calls:  # no profiler of Triton's
+            run(*grid, _stream(device), function, facts, None, None, None, *arguments, *constants)
+            return
     limit = {} if registers is None else {"maxnreg": registers}
     compiled = kernel[grid](*arguments, *constants, num_warps=warps, num_stages=stages, **limit)
     if key is not None and compiled is not None:  # Triton's interpreter compiles nothing
-        _compiled[place] = compiled, kernel
+        from triton import knobs
+
+        _compiled[place] = compiled.run, compiled.function, compiled.packed_metadata, knobs.runtime, kernel
 
 
 def kind_of(*tensors, facts: tuple = ()) -> tuple | None:
