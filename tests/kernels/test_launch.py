@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,12 +13,26 @@ from opengem.kernels.custom_op import define
 
 
 class _Compiled:
-    function, packed_metadata = 4711, (4, 1, 0)
+    """Stands for what Triton compiled, in any version of it (a kernel with scratch memory goes the common way)."""
+
+    function, packed_metadata, metadata = 4711, (4, 1, 0), SimpleNamespace()
+    src = SimpleNamespace(signature={"x_ptr": "*bf16"})
 
     def __init__(self):
         self.given = []
 
-    def run(self, x, y, z, stream, function, facts, launched, entered, left, *arguments):
+    @property
+    def run(self):
+        return _Run(self.given)
+
+
+class _Run:
+    global_scratch_size, profile_scratch_size = 16, 0
+
+    def __init__(self, given):
+        self.given = given
+
+    def __call__(self, x, y, z, stream, function, facts, launched, entered, left, *arguments):
         assert (stream, function, facts, launched, entered, left) == (17, 4711, (4, 1, 0), None, None, None)
         self.given.append(((x, y, z), arguments))
 
@@ -82,6 +98,37 @@ def test_a_hook_of_triton_sees_every_launch(device):
     finally:
         knobs.runtime.launch_enter_hook.remove(hook)
     assert kernel.bound == 2
+
+
+@pytest.mark.parametrize("described", [0, 2])
+def test_the_launcher_is_given_what_triton_gives_it(described, monkeypatch):
+    """Triton 3.6 around a launcher that only takes notes, beside what is taken from it."""
+    triton = pytest.importorskip("triton")
+    if not triton.__version__.startswith("3.6."):
+        pytest.skip("another launcher")
+    from triton.backends.nvidia import driver
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
+    x = torch.zeros(128, 64, dtype=torch.bfloat16)
+    boxes = [TensorDescriptor(x[at:], [128 - at, 64], [64, 1], [64, 64], layout) for at in range(described)]
+    meta = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [64, 64], "fp4_padded": False}
+    signature = {f"box{at}": "tensordesc<bf16[64,64]>" for at in range(described)} | {"x_ptr": "*bf16", "n": "i32"}
+    given = []
+    metas = [meta] * described
+    active = SimpleNamespace(utils=SimpleNamespace(fill_tma_descriptor=lambda *a: a))
+    monkeypatch.setattr(triton.runtime.driver, "_active", active)
+    run = driver.CudaLauncher.__new__(driver.CudaLauncher)
+    vars(run).update(
+        launch=driver.wrap_handle_tensordesc(lambda *a: given.append(a), signature, metas), num_ctas=1,
+        global_scratch_size=0, global_scratch_align=1, profile_scratch_size=0, profile_scratch_align=1,
+        launch_cooperative_grid=False, launch_pdl=True)
+    compiled = SimpleNamespace(run=run, function=4711, packed_metadata=(4, 1, 0), metadata=SimpleNamespace(
+        tensordesc_meta=metas), src=SimpleNamespace(signature=signature))
+    run(7, 1, 1, 17, 4711, (4, 1, 0), None, None, None, *boxes, x, 5, 64)
+    launch._starter(compiled)((7, 1, 1), 17, (*boxes, x, 5), (64,))
+    assert len(given) == 2 and len(given[0]) == 16 + 5 * described and repr(given[0]) == repr(given[1])
 
 
 def test_alignment():
