@@ -83,8 +83,6 @@ def polynomial(pack: int) -> list[tuple[str, str]]:
 
 GROUPS = [
     ("        _backward_kernel, (min(", "        groups._backward_kernel, (min("),
-    ("from opengem.kernels.jfa import triton as portable\n",
-     "from benchmarks.ladder import jfa_groups as groups\nfrom opengem.kernels.jfa import triton as portable\n"),
     ("ragged(k, KEYS), ragged(v, KEYS), ragged(dout,", "ragged(k, KEYS // 2), ragged(v, KEYS // 2), ragged(dout,"),
     ("ragged(dk, KEYS), ragged(dv, KEYS), dq", "ragged(dk, KEYS // 2), ragged(dv, KEYS // 2), dq"),
     ("STAGES[dim], spread > 0), 8)", "STAGES[dim], spread > 0), 4)"),
@@ -92,7 +90,9 @@ GROUPS = [
 PATCHES = {
     "shipped": [], "e": EARLY, "eo": EARLY + ONE_ARRIVAL, "p4": EARLY + polynomial(4), "p8": EARLY + polynomial(8),
     "eop4": EARLY + ONE_ARRIVAL + polynomial(4), "w3": GROUPS,
+    "w3p8": GROUPS, "w3p4": GROUPS,
 }
+OF_GROUPS = {"w3": [], "w3p8": polynomial(8), "w3p4": polynomial(4)}
 EXACT = {"shipped", "e", "eo", "w3"}  # same sums in the same order: equal bits are wanted
 
 
@@ -102,11 +102,22 @@ def build(name: str):
     from opengem.kernels.jfa import gluon_sm90_backward as package
 
     text = inspect.getsource(package)
-    for old, new in PATCHES[name]:
+    if name in OF_GROUPS:
+        from benchmarks.ladder import jfa_groups
+
+        written(f"jfa_groups_{name}", inspect.getsource(jfa_groups), OF_GROUPS[name])
+        text = text.replace("import triton as portable\n",
+                            f"import triton as portable\nimport jfa_groups_{name} as groups\n")
+    return written(f"jfa_variant_{name}", text, PATCHES[name])
+
+
+def written(name: str, text: str, patches: list[tuple[str, str]]):
+    """The module of this text, patched."""
+    for old, new in patches:
         if text.count(old) != 1:
             raise ValueError(f"{name}: {text.count(old)} places for {old!r}, wanted 1")
         text = text.replace(old, new)
-    path = Path(tempfile.mkdtemp()) / f"jfa_variant_{name}.py"
+    path = Path(tempfile.mkdtemp()) / f"{name}.py"
     path.write_text(text)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
@@ -185,7 +196,7 @@ def large(name: str, words: list[str]) -> bool:
     """Whole benchmark cases."""
     good = True
     for case, (lengths, _, dim, mask) in CASES.items():
-        if (not words or any(word in case for word in words)) and (dim == 64 or name != "w3"):
+        if (not words or any(word in case for word in words)) and (dim == 64 or name not in OF_GROUPS):
             lengths = lengths()
             good &= compare(name, inputs(lengths, lengths, dim, mask), 5, case=case)
     return good
@@ -206,11 +217,11 @@ def times(names: list[str], words: list[str], rounds: int = 3) -> None:
         given = inputs(lengths, lengths, dim, mask)
         flops = 2.5 * cost.flops(lengths, lengths, 4, dim, causal=mask.causal, window=mask.window)
         for name in names:
-            if dim == 64 or name != "w3":
+            if dim == 64 or name not in OF_GROUPS:
                 build(name).backward(*given)
                 finish(name)
         for turn in range(rounds):
-            for name in [n for n in names if dim == 64 or n != "w3"]:
+            for name in [n for n in names if dim == 64 or n not in OF_GROUPS]:
                 ms, low, high = median_ms(functools.partial(build(name).backward, *given), repeats=9)
                 emit(time=name, case=case, round=turn, bwd_ms=ms, bwd_tflops=flops / ms / 1e9, spread=[low, high])
         del given
