@@ -1,8 +1,8 @@
-"""The Hopper backward of jagged flash attention in three groups of warps: two of 64 keys each, and one that sums dq.
+"""The products of the Hopper backward at head_dim 64: three groups of warps, two of 64 keys each, one that sums dq.
 
-As `opengem.kernels.jfa.gluon_sm90_backward`, but the two warpgroups that form scores go their own ways, so that the
-products of one run beside the exponentials of the other, and a third warpgroup takes dS from shared memory, forms dq,
-waits for the block's turn and adds. For head_dim 64: at 128, dk and dv leave too few registers.
+The two warpgroups that form scores, dk and dv go their own ways, so that the products of one run beside the
+exponentials of the other. The third takes dS from shared memory, forms dq, waits for the block's turn and adds. (At
+head_dim 128 dk and dv leave too few registers for a third group: `gluon_sm90_backward`.)
 """
 
 from __future__ import annotations
@@ -17,40 +17,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from opengem.kernels.jfa.gluon_sm90 import LOG2E, get, matrix
-from opengem.kernels.jfa.gluon_sm90_backward import (
+from opengem.kernels.jfa.gluon_sm90_turns import (
     ENDS,
     FRESH,
     LAST,
     MASKED,
     STARTS,
-    _add_share,
-    _await_turns,
-    _produce,
-    _store,
-    _sum_so_far,
+    TURNS,
+    add_share,
+    await_turns,
+    produce,
+    store,
+    sum_so_far,
+    tell,
 )
-
-
-@gluon.jit
-def _tell(counters_ptr, orders, done, told):
-    """As the package's, with one fence an announcement."""
-    mbarrier.wait(done.index(0), 0)
-    place = get(orders, 0, 1)
-    count = 0
-    while place >= 0:
-        at = count % 2
-        gl.inline_asm_elementwise(
-            """{
-            fence.acq_rel.gpu;
-            st.relaxed.gpu.global.s32 [$1], $2;
-            mov.s32 $0, $2;
-            }""", "=r,l,r", [(counters_ptr + place).to(gl.int64), get(orders, 2 * at + 1, 1)], gl.int32, is_pure=False,
-            pack=1)
-        mbarrier.arrive(told.index(at), count=1)
-        count += 1
-        at = count % 2
-        mbarrier.wait(done.index(at), (count // 2) & 1)
-        place = get(orders, 2 * at, 1)
 
 
 @gluon.jit
@@ -174,21 +154,21 @@ def _sum(
             mbarrier.arrive(staged.index(kv), count=1)
             kv_count += 1
         mode = gl.where(flags & LAST != 0, 2, gl.where(flags & FRESH != 0, 0, 1))
-        turn_at = count % 2
-        mbarrier.wait(turn.index(turn_at), (count // 2) & 1)
-        _add_share(address, share, mode, VALUES, 128)
+        turn_at = count % TURNS
+        mbarrier.wait(turn.index(turn_at), (count // TURNS) & 1)
+        add_share(address, share, mode, VALUES, 128)
         mbarrier.arrive(done.index(turn_at), count=1)
         if flags & LAST != 0:
             if flags & FRESH == 0:
-                share += _sum_so_far(address, share, VALUES, 128)
-            _store(dq_ptr, share * scale, row, rows, column, q_stride, QUERIES, HEAD_DIM, 4)
+                share += sum_so_far(address, share, VALUES, 128)
+            store(dq_ptr, share * scale, row, rows, column, q_stride, QUERIES, HEAD_DIM, 4)
         count += 1
         mbarrier.wait(q_full.index(count % STAGES), (count // STAGES) & 1)
         flags = get(notes, 8 * (count % STAGES), 4)
 
 
 @gluon.jit(do_not_specialize=["slots", "items", "q_slots", "limit", "left", "right"])
-def _backward_kernel(
+def kernel(
     q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, dq_ptr, scratch_ptr, counters_ptr, records_ptr,
     slots, items, q_slots, q_stride, scale, limit, left, right, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HEAD_DIM: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
@@ -209,7 +189,7 @@ def _backward_kernel(
     steps_ring = gl.allocate_shared_memory(gl.int32, [KEYS], numbers)
     places = gl.allocate_shared_memory(gl.int32, [8, 1], numbers)
     claims = gl.allocate_shared_memory(gl.int32, [2, 1], numbers)
-    orders = gl.allocate_shared_memory(gl.int32, [4, 1], numbers)
+    orders = gl.allocate_shared_memory(gl.int32, [2 * TURNS, 1], numbers)
     kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     staged = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -217,9 +197,9 @@ def _backward_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ds_full = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
     ds_free = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    done = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [TURNS, 1], mbarrier.MBarrierLayout())
+    done = gl.allocate_shared_memory(gl.int64, [TURNS, 1], mbarrier.MBarrierLayout())
+    told = gl.allocate_shared_memory(gl.int64, [TURNS, 1], mbarrier.MBarrierLayout())
     claimed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -229,12 +209,13 @@ def _backward_kernel(
     for i in gl.static_range(DEPTH):
         mbarrier.init(ds_full.index(i), count=2)
         mbarrier.init(ds_free.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(kv_full.index(i), count=1)
-        mbarrier.init(staged.index(i), count=3)
+    for i in gl.static_range(TURNS):
         mbarrier.init(turn.index(i), count=1)
         mbarrier.init(done.index(i), count=1)
         mbarrier.init(told.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(kv_full.index(i), count=1)
+        mbarrier.init(staged.index(i), count=3)
         mbarrier.init(claimed.index(i), count=1)
         mbarrier.init(taken.index(i), count=1)
     gl.warp_specialize([
@@ -246,11 +227,11 @@ def _backward_kernel(
                     QUERIES, STAGES, DEPTH)),
         (_sum, (dq_ptr, scratch_ptr, k_ring, ds_ring, notes, kv_full, staged, q_full, empty, ds_full, ds_free, turn,
                 done, q_stride, scale, HEAD_DIM, QUERIES, STAGES, DEPTH)),
-        (_produce, (q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, records_ptr, k_ring, v_ring, dk_ring,
+        (produce, (q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, records_ptr, k_ring, v_ring, dk_ring,
                     q_ring, do_ring, stats_ring, notes, places, claims, kv_full, staged, q_full, do_full, empty,
                     claimed, taken, slots, items, q_slots, limit, left, right, GROUP, HAS_LEFT, HAS_RIGHT, HEAD_DIM,
                     QUERIES, KEYS, STAGES, DEALT)),
-        (_await_turns, (counters_ptr, records_ptr, claims, orders, turn, done, told, claimed, taken, slots, items,
+        (await_turns, (counters_ptr, records_ptr, claims, orders, turn, done, told, claimed, taken, slots, items,
                         q_slots, limit, left, right, GROUP, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS, DEALT)),
-        (_tell, (counters_ptr, orders, done, told)),
+        (tell, (counters_ptr, orders, done, told, 0, 1)),
     ], [4, 4, 1, 1, 1], [192, 88, 40, 40, 40])

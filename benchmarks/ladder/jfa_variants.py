@@ -1,12 +1,12 @@
 """Variants of the Hopper backward of jagged flash attention, made by patches of the package's source, on one GPU.
 
-    python -m benchmarks.ladder.jfa_variants check e,eo        equal to the package's kernel, repeatable
-    python -m benchmarks.ladder.jfa_variants time e,eo         in turn with it, the L2 overwritten
+    python -m benchmarks.ladder.jfa_variants check t,td       equal to the package's kernel, repeatable
+    python -m benchmarks.ladder.jfa_variants time t,td        in turn with it, the L2 overwritten
 
-e: where a sum goes and whose turn it is are looked up before the product is waited for; one fence an announcement.
-eo: e, and one arrival a tile: the warp that announces also frees the tile.
+t: two warps announce in turn; d: four turns awaited and not yet announced in place of two; td: both.
+o: one arrival a tile: the warp that announces also frees the tile.
 w3, head_dim 64: three groups of warps, in `benchmarks.ladder.jfa_groups`.
-p4, p8: e, and every fourth or eighth exponential by a polynomial on the FMA pipes (relative error 8.6e-5).
+p4, p8: every fourth or eighth exponential by a polynomial on the FMA pipes (relative error 8.6e-5).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import os
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,28 +27,19 @@ import torch
 from benchmarks.ladder.jfa_check import CASES, EDGES, MASKS, emit, machine, median_ms
 from opengem.kernels.jfa.reference import Options
 
-LOOKUP = """\
-        address = scratch_ptr.to(gl.int64) + get(notes, 8 * at + 1, 8).to(gl.int64) * (4 * QUERIES * HEAD_DIM)
-        mode = gl.where(flags & LAST != 0, 2, gl.where(flags & FRESH != 0, 0, 1))
-        turn_at = count % 2
-        mbarrier.wait(turn.index(turn_at), (count // 2) & 1)
-"""
-WAIT = "        share, dv, weights = warpgroup_mma_wait(1, deps=[dq_next, dv_next, weights])\n"
-EARLY = [
-    (WAIT + LOOKUP, LOOKUP + WAIT),
-    ("            st.release.gpu.global.s32 [$1], $2;", "            st.relaxed.gpu.global.s32 [$1], $2;"),
-]
 ONE_ARRIVAL = [
     ("        mbarrier.arrive(empty.index(at), count=1)\n        if not EAGER:\n",
      "        if EAGER:\n            mbarrier.arrive(empty.index(at), count=1)\n        else:\n"),
-    ("def _tell(counters_ptr, orders, done, told):\n",
-     "def _tell(counters_ptr, orders, done, told, empty, STAGES: gl.constexpr, EAGER: gl.constexpr):\n"),
-    ("    while place >= 0:\n        at = count % 2\n",
-     "    while place >= 0:\n        if not EAGER:\n            mbarrier.arrive(empty.index(count % STAGES), count=1)\n"
-     "        at = count % 2\n"),
-    ("(counters_ptr, orders, done, told))",
-     "(counters_ptr, orders, done, told, empty, STAGES, HAS_RIGHT and not HAS_LEFT))"),
 ]
+ALSO_FREES = [
+    ("done, told, FIRST: gl.constexpr, STEP: gl.constexpr):\n",
+     "done, told, FIRST: gl.constexpr, STEP: gl.constexpr, empty, STAGES: gl.constexpr, EAGER: gl.constexpr):\n"),
+    ("    while place >= 0:\n        at = count % TURNS\n",
+     "    while place >= 0:\n        if not EAGER:\n            mbarrier.arrive(empty.index(count % STAGES), count=1)\n"
+     "        at = count % TURNS\n"),
+]
+NO_FENCE = [("            fence.acq_rel.gpu;\n", "")]
+NO_ADDING = [("gl.where(flags & LAST != 0, 2, gl.where(flags & FRESH != 0, 0, 1))", "gl.where(flags >= 0, 2, 2)")]
 EXPONENTIAL = "        p = gl.exp2(s * scale2 - lse2[None, :])\n"
 MIXED = '''
 
@@ -81,34 +73,78 @@ def polynomial(pack: int) -> list[tuple[str, str]]:
     return [(EXPONENTIAL, call), ("\n\n@gluon.jit\ndef _consume(", MIXED)]
 
 
-GROUPS = [
-    ("        _backward_kernel, (min(", "        groups._backward_kernel, (min("),
-    ("ragged(k, KEYS), ragged(v, KEYS), ragged(dout,", "ragged(k, KEYS // 2), ragged(v, KEYS // 2), ragged(dout,"),
-    ("ragged(dk, KEYS), ragged(dv, KEYS), dq", "ragged(dk, KEYS // 2), ragged(dv, KEYS // 2), dq"),
-    ("STAGES[dim], spread > 0), 8)", "STAGES[dim], spread > 0), 4)"),
-]
-PATCHES = {
-    "shipped": [], "e": EARLY, "eo": EARLY + ONE_ARRIVAL, "p4": EARLY + polynomial(4), "p8": EARLY + polynomial(8),
-    "eop4": EARLY + ONE_ARRIVAL + polynomial(4), "w3": GROUPS,
-    "w3p8": GROUPS, "w3p4": GROUPS,
+TELL = "        (tell, (counters_ptr, orders, done, told, 0, 1)),\n"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Numbers of `gluon_sm90_turns`, patches of it and of the products; groups: the products of `jfa_groups`."""
+
+    turns: int = 2
+    tellers: int = 1
+    groups: bool = False
+    one_arrival: bool = False
+    patches: tuple = ()
+    turn_patches: tuple = ()
+    exact: bool = True  # same sums in the same order: equal bits are wanted
+
+    def of_turns(self) -> list[tuple[str, str]]:
+        return [("TURNS = gl.constexpr(2)", f"TURNS = gl.constexpr({self.turns})"),
+                ("TELLERS = gl.constexpr(1)", f"TELLERS = gl.constexpr({self.tellers})"), *self.turn_patches,
+                *(ALSO_FREES if self.one_arrival else ())]
+
+    def of_products(self) -> list[tuple[str, str]]:
+        also = ", empty, STAGES, HAS_RIGHT and not HAS_LEFT" if self.one_arrival else ""
+        tell = "".join(TELL.replace("0, 1)", f"{first}, {self.tellers}{also})") for first in range(self.tellers))
+        ends = [("1, 1, 1], [", f"{', '.join('1' * (2 + self.tellers))}], [")]
+        ends.append(("40, 40, 40])", f"{', '.join(['40'] * (2 + self.tellers))}])") if self.groups else
+                    ("24, 24, 24])", f"{', '.join(['24'] * (2 + self.tellers))}])"))
+        return [(TELL, tell), *ends, *self.patches, *(ONE_ARRIVAL if self.one_arrival else ())]
+
+
+def switch(turns: str, groups: str | None) -> list[tuple[str, str]]:
+    """Patches of the package: which modules it takes."""
+    patches = [("from opengem.kernels.jfa.gluon_sm90_turns import", f"from {turns} import")]
+    if groups:
+        patches += [
+            ("        _backward_kernel, (min(", "        groups.kernel, (min("),
+            ("ragged(k, KEYS), ragged(v, KEYS), ", "ragged(k, KEYS // 2), ragged(v, KEYS // 2), "),
+            ("ragged(dk, KEYS), ragged(dv, KEYS), dq", "ragged(dk, KEYS // 2), ragged(dv, KEYS // 2), dq"),
+            ("STAGES[dim], spread > 0), 8)", "STAGES[dim], spread > 0), 4)"),
+            ("import triton as portable\n", f"import triton as portable\nimport {groups} as groups\n"),
+        ]
+    return patches
+
+
+VARIANTS = {
+    "package": Variant(),
+    "t": Variant(tellers=2), "d": Variant(turns=4), "td": Variant(turns=4, tellers=2),
+    "o": Variant(one_arrival=True), "otd": Variant(turns=4, tellers=2, one_arrival=True),
+    "p8td": Variant(turns=4, tellers=2, patches=tuple(polynomial(8)), exact=False),
+    "p4": Variant(patches=tuple(polynomial(4)), exact=False),
+    "w3": Variant(groups=True), "w3t": Variant(groups=True, tellers=2),
+    "w3td": Variant(groups=True, turns=4, tellers=2), "w3d": Variant(groups=True, turns=4),
+    "w3p8td": Variant(groups=True, turns=4, tellers=2, patches=tuple(polynomial(8)), exact=False),
+    # Without a part: results may be wrong, the time tells what it costs.
+    "nofence": Variant(turn_patches=tuple(NO_FENCE)), "w3nofence": Variant(groups=True, turn_patches=tuple(NO_FENCE)),
+    "noadd": Variant(patches=tuple(NO_ADDING)), "w3noadd": Variant(groups=True, patches=tuple(NO_ADDING)),
 }
-OF_GROUPS = {"w3": [], "w3p8": polynomial(8), "w3p4": polynomial(4)}
-EXACT = {"shipped", "e", "eo", "w3"}  # same sums in the same order: equal bits are wanted
 
 
 @functools.cache
 def build(name: str):
     """The module of the package with the patches of `name`, each of which must fit in one place."""
-    from opengem.kernels.jfa import gluon_sm90_backward as package
+    from benchmarks.ladder import jfa_groups
+    from opengem.kernels.jfa import gluon_sm90_backward, gluon_sm90_turns
 
-    text = inspect.getsource(package)
-    if name in OF_GROUPS:
-        from benchmarks.ladder import jfa_groups
-
-        written(f"jfa_groups_{name}", inspect.getsource(jfa_groups), OF_GROUPS[name])
-        text = text.replace("import triton as portable\n",
-                            f"import triton as portable\nimport jfa_groups_{name} as groups\n")
-    return written(f"jfa_variant_{name}", text, PATCHES[name])
+    variant = VARIANTS[name]
+    turns = written(f"jfa_turns_{name}", inspect.getsource(gluon_sm90_turns), variant.of_turns()).__name__
+    text, groups = inspect.getsource(gluon_sm90_backward), None
+    if variant.groups:
+        groups = written(f"jfa_groups_{name}", inspect.getsource(jfa_groups),
+                         switch(turns, None) + variant.of_products()).__name__
+    patches = switch(turns, groups) + ([] if groups else variant.of_products())
+    return written(f"jfa_variant_{name}", text, patches)
 
 
 def written(name: str, text: str, patches: list[tuple[str, str]]):
@@ -170,7 +206,7 @@ def compare(name: str, given: tuple, repeats: int, **about) -> bool:
     equal = all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     gap = max(float((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-6))
               for a, b in zip(got, want, strict=True))
-    good = same and (equal if name in EXACT else gap < 2e-3)
+    good = same and (equal if VARIANTS[name].exact else gap < 2e-3)
     emit(check=name, **about, ok=good, repeatable=same, equal=equal, gap=gap)
     return good
 
@@ -196,7 +232,7 @@ def large(name: str, words: list[str]) -> bool:
     """Whole benchmark cases."""
     good = True
     for case, (lengths, _, dim, mask) in CASES.items():
-        if (not words or any(word in case for word in words)) and (dim == 64 or name not in OF_GROUPS):
+        if (not words or any(word in case for word in words)) and (dim == 64 or not VARIANTS[name].groups):
             lengths = lengths()
             good &= compare(name, inputs(lengths, lengths, dim, mask), 5, case=case)
     return good
@@ -217,11 +253,11 @@ def times(names: list[str], words: list[str], rounds: int = 3) -> None:
         given = inputs(lengths, lengths, dim, mask)
         flops = 2.5 * cost.flops(lengths, lengths, 4, dim, causal=mask.causal, window=mask.window)
         for name in names:
-            if dim == 64 or name not in OF_GROUPS:
+            if dim == 64 or not VARIANTS[name].groups:
                 build(name).backward(*given)
                 finish(name)
         for turn in range(rounds):
-            for name in [n for n in names if dim == 64 or n not in OF_GROUPS]:
+            for name in [n for n in names if dim == 64 or not VARIANTS[n].groups]:
                 ms, low, high = median_ms(functools.partial(build(name).backward, *given), repeats=9)
                 emit(time=name, case=case, round=turn, bwd_ms=ms, bwd_tflops=flops / ms / 1e9, spread=[low, high])
         del given
