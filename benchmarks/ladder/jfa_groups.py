@@ -21,7 +21,6 @@ from opengem.kernels.jfa.gluon_sm90_turns import (
     ENDS,
     FRESH,
     LAST,
-    MASKED,
     STARTS,
     TURNS,
     add_share,
@@ -30,6 +29,7 @@ from opengem.kernels.jfa.gluon_sm90_turns import (
     store,
     sum_so_far,
     tell,
+    visible,
 )
 
 
@@ -81,17 +81,7 @@ def _consume(
         dp_next = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
         lse2 = stats.index(0).load(gl.SliceLayout(0, s_layout))
         p = gl.exp2(s * scale2 - lse2[None, :])
-        if flags & MASKED != 0:
-            first = get(notes, 8 * at + 2, 4) - 64 * HALF
-            # The numbers 0, 1, 2, ... from shared memory: of constants the compiler would keep dozens in registers.
-            key = steps.load(gl.SliceLayout(1, s_layout))
-            step = first + steps.load(gl.SliceLayout(0, s_layout))
-            visible = (key < get(notes, 8 * at + 3, 4) - 64 * HALF)[:, None]
-            if HAS_RIGHT:
-                visible = visible & (key[:, None] <= step[None, :] + right)
-            if HAS_LEFT:
-                visible = visible & (key[:, None] >= step[None, :] - left)
-            p = gl.where(visible, p, 0.0)
+        p = visible(p, flags, steps, notes, at, right, left, 64 * HALF, HAS_LEFT, HAS_RIGHT, QUERIES, 4)
         weights = gl.convert_layout(p.to(dtype), p_layout)
         goes_on = flags & STARTS == 0
         dv_next = warpgroup_mma(weights, dout, dv, use_acc=goes_on, is_async=True)

@@ -5,6 +5,7 @@
 
 t: two warps announce in turn; d: four turns awaited and not yet announced in place of two; td: both.
 o: one arrival a tile: the warp that announces also frees the tile.
+onemask: as before, one mask for what is past the end, after or before what a query sees.
 w3, head_dim 64: three groups of warps, in `benchmarks.ladder.jfa_groups`.
 p4, p8: every fourth or eighth exponential by a polynomial on the FMA pipes (relative error 8.6e-5).
 """
@@ -73,6 +74,21 @@ def polynomial(pack: int) -> list[tuple[str, str]]:
     return [(EXPONENTIAL, call), ("\n\n@gluon.jit\ndef _consume(", MIXED)]
 
 
+ONE_MASK = [
+    ("        p = visible(p, flags, steps, notes, at, right, left, 0, HAS_LEFT, HAS_RIGHT, QUERIES, 8)\n", """\
+        if flags & (PAST + AFTER + BEFORE) != 0:
+            first = get(notes, 8 * at + 2, 8)
+            key = steps.load(gl.SliceLayout(1, s_layout))
+            step = first + steps.slice(0, QUERIES).load(gl.SliceLayout(0, s_layout))
+            seen = (key < get(notes, 8 * at + 3, 8))[:, None]
+            if HAS_RIGHT:
+                seen = seen & (key[:, None] <= step[None, :] + right)
+            if HAS_LEFT:
+                seen = seen & (key[:, None] >= step[None, :] - left)
+            p = gl.where(seen, p, 0.0)
+"""),
+    ("    visible,\n)", "    visible,\n    PAST, AFTER, BEFORE,\n)"),
+]
 TELL = "        (tell, (counters_ptr, orders, done, told, 0, 1)),\n"
 
 
@@ -122,6 +138,7 @@ VARIANTS = {
     "o": Variant(one_arrival=True), "otd": Variant(turns=4, tellers=2, one_arrival=True),
     "p8td": Variant(turns=4, tellers=2, patches=tuple(polynomial(8)), exact=False),
     "p4": Variant(patches=tuple(polynomial(4)), exact=False),
+    "onemask": Variant(patches=tuple(ONE_MASK)),
     "w3": Variant(groups=True), "w3t": Variant(groups=True, tellers=2),
     "w3td": Variant(groups=True, turns=4, tellers=2), "w3d": Variant(groups=True, turns=4),
     "w3p8td": Variant(groups=True, turns=4, tellers=2, patches=tuple(polynomial(8)), exact=False),

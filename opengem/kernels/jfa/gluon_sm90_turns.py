@@ -18,11 +18,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from opengem.kernels.jfa.gluon_sm90 import BOUND, get, load_rows, put
 
-STARTS = gl.constexpr(1)  # the first tile of a block of keys, its last, partly masked
+STARTS = gl.constexpr(1)  # the first tile of a block of keys, its last
 ENDS = gl.constexpr(2)
-MASKED = gl.constexpr(4)
-FRESH = gl.constexpr(8)  # the first block, the last block to add to this tile of dq
-LAST = gl.constexpr(16)
+FRESH = gl.constexpr(4)  # the first block, the last block to add to this tile of dq
+LAST = gl.constexpr(8)
+PAST = gl.constexpr(16)  # some keys are past the end of the sample, after or before what a query sees
+AFTER = gl.constexpr(32)
+BEFORE = gl.constexpr(64)
 TURNS = gl.constexpr(2)  # turns awaited and not yet announced
 TELLERS = gl.constexpr(1)  # warps that announce, in turn
 
@@ -184,17 +186,17 @@ def produce(
                     query_tile = begin + trip
                     query_tile = gl.where(query_tile >= high, query_tile - (high - low), query_tile)
                     first = query_tile * QUERIES + n - m - tile * KEYS  # position of the first query over the first key
-                    masked = n - tile * KEYS < KEYS
-                    if HAS_RIGHT:
-                        masked = masked | (first + right < KEYS - 1)
-                    if HAS_LEFT:
-                        masked = masked | (first + QUERIES - 1 > left)
                     fresh = (query_tile >= fresh_low) & (query_tile < fresh_high)
                     last = (query_tile >= last_low) & (query_tile < last_high)
                     starts = (trip == 0) & (member == 0)
                     ends = (trip == high - low - 1) & (member == GROUP - 1)
-                    flags = gl.where(starts, STARTS, 0) + gl.where(ends, ENDS, 0) + gl.where(masked, MASKED, 0)
+                    flags = gl.where(starts, STARTS, 0) + gl.where(ends, ENDS, 0)
                     flags += gl.where(fresh, FRESH, 0) + gl.where(last, LAST, 0)
+                    flags += gl.where(n - tile * KEYS < KEYS, PAST, 0)
+                    if HAS_RIGHT:
+                        flags += gl.where(first + right < KEYS - 1, AFTER, 0)
+                    if HAS_LEFT:
+                        flags += gl.where(first + QUERIES - 1 > left, BEFORE, 0)
                     at = count % STAGES
                     mbarrier.wait(empty.index(at), ((count // STAGES) & 1) ^ 1)
                     put(notes, 8 * at, flags)
@@ -309,6 +311,32 @@ def tell(counters_ptr, orders, done, told, FIRST: gl.constexpr, STEP: gl.constex
         at = count % TURNS
         mbarrier.wait(done.index(at), (count // TURNS) & 1)
         place = get(orders, 2 * at, 1)
+
+
+@gluon.jit
+def visible(
+    p, flags, steps, notes, at, right, left, SHIFT: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    QUERIES: gl.constexpr, WARPS: gl.constexpr):
+    """`p` of the keys from SHIFT on, 0 where a query does not see one. Few tiles need a mask, and fewer more than one.
+
+    The numbers 0, 1, 2, ... come from shared memory: of constants the compiler would keep dozens in registers.
+    """
+    keys: gl.constexpr = gl.SliceLayout(1, p.type.layout)
+    queries: gl.constexpr = gl.SliceLayout(0, p.type.layout)
+    if flags & PAST != 0:
+        key = steps.load(keys)
+        p = gl.where((key < get(notes, 8 * at + 3, WARPS) - SHIFT)[:, None], p, 0.0)
+    if HAS_RIGHT:  # noqa: SIM102 (a constant and a value of the kernel do not combine)
+        if flags & AFTER != 0:
+            key = steps.load(keys)
+            last = steps.slice(0, QUERIES).load(queries) + (get(notes, 8 * at + 2, WARPS) + right - SHIFT)
+            p = gl.where(key[:, None] <= last[None, :], p, 0.0)
+    if HAS_LEFT:  # noqa: SIM102
+        if flags & BEFORE != 0:
+            key = steps.load(keys)
+            first = steps.slice(0, QUERIES).load(queries) + (get(notes, 8 * at + 2, WARPS) - left - SHIFT)
+            p = gl.where(key[:, None] >= first[None, :], p, 0.0)
+    return p
 
 
 # ---- sums of dq ----------------------------------------------------------------------------------------------------
