@@ -4,6 +4,7 @@
     python -m benchmarks.ladder.jfa_variants time t,td        in turn with it, the L2 overwritten
 
 t: two warps announce in turn; d: four turns awaited and not yet announced in place of two; td: both.
+r: an announcement is a store that releases, without a fence of its own.
 o: one arrival a tile: the warp that announces also frees the tile.
 onemask: as before, one mask for what is past the end, after or before what a query sees.
 w3, head_dim 64: three groups of warps, in `benchmarks.ladder.jfa_groups`.
@@ -40,6 +41,7 @@ ALSO_FREES = [
      "        at = count % TURNS\n"),
 ]
 NO_FENCE = [("            fence.acq_rel.gpu;\n", "")]
+RELEASE = [("            fence.acq_rel.gpu;\n            st.relaxed", "            st.release")]
 NO_ADDING = [("gl.where(flags & LAST != 0, 2, gl.where(flags & FRESH != 0, 0, 1))", "gl.where(flags >= 0, 2, 2)")]
 EXPONENTIAL = "        p = gl.exp2(s * scale2 - lse2[None, :])\n"
 MIXED = '''
@@ -135,6 +137,9 @@ def switch(turns: str, groups: str | None) -> list[tuple[str, str]]:
 VARIANTS = {
     "package": Variant(),
     "t": Variant(tellers=2), "d": Variant(turns=4), "td": Variant(turns=4, tellers=2),
+    "r": Variant(turn_patches=tuple(RELEASE)),
+    "rtd": Variant(turns=4, tellers=2, turn_patches=tuple(RELEASE)),
+    "w3rtd": Variant(groups=True, turns=4, tellers=2, turn_patches=tuple(RELEASE)),
     "o": Variant(one_arrival=True), "otd": Variant(turns=4, tellers=2, one_arrival=True),
     "p8td": Variant(turns=4, tellers=2, patches=tuple(polynomial(8)), exact=False),
     "p4": Variant(patches=tuple(polynomial(4)), exact=False),
