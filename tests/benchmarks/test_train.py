@@ -145,9 +145,12 @@ def test_every_stand_in_replaces_a_name_of_the_model():
 
 
 def test_overhead_of_the_log_is_measured(tmp_path):
-    config = small.config()
-    row = train.overhead(None, config=config, rounds=1, steps=2, device="cpu")[0]
-    assert row["case"] == "logging_overhead" and row["at_most"] > 0 and len(row["loops_s"]) == 1
+    row = train.overhead(None, config=small.config(), rounds=1, steps=2, repeats=3, device="cpu")[0]
+    assert row["case"] == "logging_overhead" and len(row["loops_s"]) == 1
+    calls = row["calls_us"]
+    assert list(calls) == ["count", "add", "line"] and min(calls.values()) > 0
+    each = calls["count"] + calls["add"] + calls["line"] / 2
+    assert row["at_most"] == pytest.approx(each / 1e3 / row["step_ms"])
 
 
 def test_padded_rows_of_a_jagged_batch_come_back_in_place():
