@@ -84,6 +84,7 @@ def only(techniques: tuple[str, ...]) -> Iterator[None]:
                 stack.enter_context(patch.object(module, name, off[name]))
         if "sparse" not in techniques:
             stack.enter_context(patch.dict(backend.TABLE, {"sparse_lookup": ()}))
+        stack.enter_context(torch._dynamo.config.patch(recompile_limit=64))  # a compiled layer meets many shapes
         yield
 
 
@@ -104,8 +105,7 @@ def run(out: Path | None, ladder: bool, rungs: tuple[str, ...] = (), samples: in
         synthetic.build(Path(folder) / "data", **STREAM)
         for rung in chosen:
             techniques = tuple(r.technique for r in LADDER[: LADDER.index(rung) + 1])
-            with torch._dynamo.config.patch(recompile_limit=64):
-                row = measure(config, Path(folder) / "data", techniques, samples, batch, where)
+            row = measure(config, Path(folder) / "data", techniques, samples, batch, where)
             if rung.technique == "baseline":
                 torch._dynamo.reset()  # its compiled layers hold on to their parameters
             gc.collect()

@@ -118,9 +118,7 @@ def test_another_order_holds_the_same_samples():
     assert torch.equal(other.labels["click"][places], batch.labels["click"])
 
 
-def test_every_order_of_a_rung_has_the_same_ne(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "STREAM", {"users": 16, "samples": 256, "lengths": "lognormal(40)", "max_length": 80,
-                                          "streams": 1, "base_rate": 0.3})  # fmt: skip
+def test_every_order_of_a_rung_has_the_same_ne(tmp_path):
     row = train_ne.run(small.config(), torch.device("cpu"), tmp_path / "rows.jsonl", 96, 32, ("baseline",))[0]
     assert row["ne_orders"] == pytest.approx([row["ne"]] * 2, abs=1e-4) and row["ne_orders"][1] != row["ne"]
 
