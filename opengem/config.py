@@ -118,10 +118,12 @@ class StreamConfig:
     """self-attention: block, window, full or none"""
     window: int = 64
     """block length, or events visible to each side when attention = window"""
+    taps: int = 1
+    """events that enter a token: itself and those just before it (1: itself alone)"""
 
     def __post_init__(self) -> None:
         name = f"model.streams[{self.name}]"
-        for part, low in {"max_length": 1, "dim": 1, "layers": 0, "window": 1, "heads": 1}.items():
+        for part, low in {"max_length": 1, "dim": 1, "layers": 0, "window": 1, "heads": 1, "taps": 1}.items():
             _at_least(f"{name}.{part}", getattr(self, part), low)
         _one_of(f"{name}.attention", self.attention, ATTENTION)
         even, rule = self.dim % (2 * self.heads) == 0, f"must be heads ({self.heads}) times an even head width"

@@ -101,7 +101,8 @@ class GEM(nn.Module):
         self.config = config
         streams = self.stream_configs = {s.name: stream_config(config, s.name) for s in schema.streams}
         self.events = nn.ModuleDict({
-            s.name: EventTokenizer(s, features, config, embedding_dim, streams[s.name].dim) for s in schema.streams
+            s.name: EventTokenizer(s, features, config, embedding_dim, streams[s.name].dim, streams[s.name].taps)
+            for s in schema.streams
         })
         counts = sum(tokenizer.num_counts for tokenizer in self.events.values())
         self.features = FeatureTokenizer(features, counts, config, embedding_dim)
