@@ -25,7 +25,7 @@ import tyro
 from benchmarks.run import environment as gpu_environment
 from opengem import baselines
 from opengem.cli import load_recipe
-from opengem.config import Config, from_json, to_json
+from opengem.config import Config, StreamConfig, from_json, to_json
 from opengem.data.labels import base_rates
 from opengem.data.schema import Schema
 from opengem.errors import UserError
@@ -46,7 +46,7 @@ class Arguments:
     features: tuple[Literal["none", "all"], ...] = ("none", "all")
     """optional features as inputs: none of them, or all"""
     history: int = 0
-    """newest events kept of every stream (0: as many as the recipe says)"""
+    """newest events of every stream that are looked up; those before are only counted (0: as the recipe says)"""
     set: tuple[str, ...] = ()
     """other fields of the recipe, as section.field=value"""
     split: str = "test"
@@ -78,9 +78,14 @@ def _config(arguments: Arguments, features: str, seed: int) -> Config:
     optional = ("*",) if features == "all" else ()
     data = replace(config.data, optional_features=optional, eval_splits=(arguments.split,))
     if arguments.history:
-        streams = tuple(replace(stream, max_length=arguments.history) for stream in config.model.streams)
+        streams = tuple(_shorter(stream, arguments.history) for stream in config.model.streams)
         config = replace(config, model=replace(config.model, streams=streams))
     return replace(config, data=data, train=replace(config.train, seed=seed, progress=False, save_every=0))
+
+
+def _shorter(stream: StreamConfig, length: int) -> StreamConfig:
+    """The same events in sight, `length` of them looked up."""
+    return replace(stream, max_length=length, counted=max(0, stream.max_length + stream.counted - length))
 
 
 def changed(config: Config, fields: tuple[str, ...]) -> Config:

@@ -149,6 +149,7 @@ class Job:
             world_size=mesh.world_size(),
             seed=self.config.train.seed,
             events=self.events,
+            counted={s.name: stream_config(self.config.model, s.name).counted for s in self.schema.streams},
         )
         self.events = loader.events
         return loader
@@ -165,7 +166,8 @@ class Job:
     def _fits(self) -> str:
         """What must be alike for a checkpoint to mean the same here, beyond the shapes of its tensors."""
         model, inputs = self.config.model, input_features(self.schema, self.config.data)
-        streams = [replace(stream_config(model, s.name), name=s.name, max_length=1) for s in self.schema.streams]
+        lengths = {"max_length": 1, "counted": 0}
+        streams = [replace(stream_config(model, s.name), name=s.name, **lengths) for s in self.schema.streams]
         shape = list(self.model.state_dict()), replace(model, streams=()), streams
         return repr((*shape, self.schema.streams, inputs, self.schema.labels))
 

@@ -19,7 +19,8 @@ def test_fields_are_changed_and_named(tmp_path):
     arguments = Arguments(tmp_path, tmp_path / "rows.jsonl", history=64, set=given)
     config, recipe = _config(arguments, "all", 3), load_recipe("small")
     assert config.optim == replace(recipe.optim, lr=0.002, betas=(0.9, 0.99))
-    assert {stream.max_length for stream in config.model.streams} == {64}
+    (stream,), (whole,) = config.model.streams, recipe.model.streams
+    assert stream == replace(whole, max_length=64, counted=whole.max_length + whole.counted - 64)
     assert (config.data.optional_features, config.train.seed) == (("*",), 3)
     assert _name(arguments, "all") == "small, all optional features, histories of 64, " + ", ".join(given)
 
