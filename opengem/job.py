@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -234,7 +235,7 @@ def open_run(run: Path, data: Path) -> Job:
     newest = checkpoint.find(Path(run) / "checkpoints")
     if newest is None:
         raise UserError(f"{run} has no complete checkpoint; train it first with `opengem train ... --out {run}`")
-    job.restore(newest)
+    job.step = job.total_steps = json.loads(job.restore(newest))["step"]  # who learns on does so at the last rates
     return job
 
 
