@@ -119,8 +119,7 @@ def test_few_queries_against_many_keys(dim, option):
     leaves, m, n = test_op.make(FEW_QUERIES, dim=dim, dtype=torch.bfloat16, device=GPU)
     want = results(exact_leaves(leaves), m, n, options, test_op.truth)
     plain = results(leaves, m, n, options, plain_torch)
-    with backend.force("gluon"):
-        first, *again = (results(leaves, m, n, options, test_op.run) for _ in range(6))
+    first, *again = (results(leaves, m, n, options, test_op.run) for _ in range(6))
     for at, (a, b, c) in enumerate(zip(first, want, plain, strict=True)):
         error, allowed = (a.double() - b).abs().max(), (c.double() - b).abs().max()
         assert error <= 3 * allowed + 1e-5, (at, error, allowed)
@@ -134,9 +133,8 @@ def test_few_queries_in_strided_views(dim):
     leaves, m, n = test_op.make(FEW_QUERIES, dim=dim, dtype=torch.bfloat16, device=GPU)
     q, k, v = (x.detach() for x in leaves[:3])
     views = [torch.cat([q, q + 1], 1)[:, :4], *torch.cat([k, v], 1).split(2, 1)]
-    with backend.force("gluon"):
-        got, want = (results([*(x.detach().requires_grad_() for x in tensors), None], m, n, {}, test_op.run)
-                     for tensors in (views, [q, k, v]))
+    got, want = (results([*(x.detach().requires_grad_() for x in tensors), None], m, n, {}, test_op.run)
+                 for tensors in (views, [q, k, v]))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
