@@ -206,8 +206,9 @@ def kernel(
     for i in gl.static_range(2):
         mbarrier.init(kv_full.index(i), count=1)
         mbarrier.init(staged.index(i), count=3)
-        mbarrier.init(claimed.index(i), count=1)
-        mbarrier.init(taken.index(i), count=1)
+        if not DEALT:  # a barrier that nobody waits for shares its memory with a tile, and would be written over it
+            mbarrier.init(claimed.index(i), count=1)
+            mbarrier.init(taken.index(i), count=1)
     gl.warp_specialize([
         (_consume, (k_ring, v_ring, dk_ring, q_ring, do_ring, stats_ring, steps_ring, ds_ring, notes, kv_full, staged,
                     q_full, do_full, empty, ds_full, ds_free, scale, left, right, 0, HAS_LEFT, HAS_RIGHT, HEAD_DIM,

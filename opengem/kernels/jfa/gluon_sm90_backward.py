@@ -335,8 +335,9 @@ def _backward_kernel(
     for i in gl.static_range(2):
         mbarrier.init(kv_full.index(i), count=1)
         mbarrier.init(staged.index(i), count=1)
-        mbarrier.init(claimed.index(i), count=1)
-        mbarrier.init(taken.index(i), count=1)
+        if not DEALT:  # a barrier that nobody waits for shares its memory with a tile, and would be written over it
+            mbarrier.init(claimed.index(i), count=1)
+            mbarrier.init(taken.index(i), count=1)
     gl.warp_specialize([
         (_consume, (dq_ptr, scratch_ptr, k_ring, v_ring, q_ring, do_ring, stats_ring, steps, ds_tile, notes, kv_full,
                     staged, q_full, do_full, empty, turn, done, q_stride, scale, left, right, HAS_LEFT, HAS_RIGHT,
