@@ -67,7 +67,7 @@ def _exchange(which, members, by_warp):
             live.append("setp.lt.and.u32 live, thread, 32, live;")
         guard = "@live " if live else ""
         lines.append(f"""{" ".join(live)} add.u32 to, lane, {turn};
-            mapa.shared::cluster.u32 far, slot, to; mapa.shared::cluster.u32 farbar, bar, to;
+            {guard}mapa.shared::cluster.u32 far, slot, to; {guard}mapa.shared::cluster.u32 farbar, bar, to;
             {guard}st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [far + {base}], {{$4, $5, $6, $7}},
             [farbar];""")
     if by_warp:
