@@ -121,7 +121,7 @@ def _store_row(out, value, top, rows, BY_WARP: gl.constexpr):
 
 @gluon.jit
 def _sums(x, r, total, ready, top, rows, first, width, CENTERED: gl.constexpr, RESIDUAL: gl.constexpr,
-          PARTS: gl.constexpr, WHOLE: gl.constexpr, BASE: gl.constexpr, EARLY: gl.constexpr):
+          PARTS: gl.constexpr, WHOLE: gl.constexpr, BASE: gl.constexpr, EACH: gl.constexpr):
     """Sums (of squares, unless CENTERED) over the slices from `BASE` on, `[32, SLICE]`, as they come.
 
     With a residual the sum takes the place of x, and goes to `total` as well.
@@ -129,12 +129,12 @@ def _sums(x, r, total, ready, top, rows, first, width, CENTERED: gl.constexpr, R
     column = gl.arange(0, SLICE, gl.SliceLayout(0, LAYOUT))
     sums = gl.zeros([32, SLICE], gl.float32, LAYOUT)
     for part in gl.static_range(PARTS):
-        if EARLY or part == 0:
-            mbarrier.wait(ready.index(BASE + part), 0)
-        values = x.index(BASE + part).load(LAYOUT)
+        if part % EACH == 0:
+            mbarrier.wait(ready[(BASE + part) // EACH], 0)
+        values = x[BASE + part].load(LAYOUT)
         if RESIDUAL:
-            values = (_wide(values) + _wide(r.index(BASE + part).load(LAYOUT))).to(x.dtype)
-            x.index(BASE + part).store(values)
+            values = (_wide(values) + _wide(r[BASE + part].load(LAYOUT))).to(x[0].dtype)
+            x[BASE + part].store(values)
             gl.store(total + _cells(first + part * SLICE, width), values,
                      mask=_live(top, rows, first + part * SLICE + column, width, WHOLE))
         values = _wide(values)
@@ -148,7 +148,7 @@ def _squares(x, mean, first, width, PARTS: gl.constexpr, WHOLE: gl.constexpr, BA
     column = gl.arange(0, SLICE, gl.SliceLayout(0, LAYOUT))
     sums = gl.zeros([32, SLICE], gl.float32, LAYOUT)
     for part in gl.static_range(PARTS):
-        values = _wide(x.index(BASE + part).load(LAYOUT)) - mean
+        values = _wide(x[BASE + part].load(LAYOUT)) - mean
         if not WHOLE:
             values = gl.where((first + part * SLICE + column < width)[None, :], values, 0.0)
         sums += values * values
@@ -163,7 +163,7 @@ def _quantize_rows(x, mean, rstd, weight, bias, data, scale, top, rows, first, w
     for part in gl.static_range(PARTS):
         start = first + part * SLICE
         column = start + gl.arange(0, SLICE, gl.SliceLayout(0, LAYOUT))
-        y = _wide(x.index(BASE + part).load(LAYOUT))
+        y = _wide(x[BASE + part].load(LAYOUT))
         if CENTERED:
             y = y - mean
         y = y * rstd
@@ -174,7 +174,7 @@ def _quantize_rows(x, mean, rstd, weight, bias, data, scale, top, rows, first, w
         mask = _live(top, rows, column, width, WHOLE)
         if CENTERED or BIAS:
             y = gl.where(mask, y, 0.0)
-        scaled, exponent = _quantized(y, x.dtype)
+        scaled, exponent = _quantized(y, x[0].dtype)
         gl.store(data + _cells(start, width), scaled, mask=mask)
         block = start // 32 + gl.arange(0, SLICE // 32, exponent.type.layout)
         gl.store(scale + block, exponent.to(gl.uint8), mask=(block < gl.cdiv(width, 32)) & (top < rows))
@@ -188,25 +188,24 @@ def _forward_mx(x_desc, r_desc, weight, bias, data, scale, total, mean_out, rstd
     """`TILES` times 32 rows, of each the `PARTS` slices of columns that belong to this member of `MEMBERS`."""
     member, group = gl.program_id(0) % MEMBERS, gl.program_id(0) // MEMBERS * TILES
     first = member * (PARTS * SLICE)
-    x = gl.allocate_shared_memory(x_desc.dtype, [TILES * PARTS, 32, SLICE], x_desc.layout)
-    r = x
-    if RESIDUAL:
-        r = gl.allocate_shared_memory(x_desc.dtype, [TILES * PARTS, 32, SLICE], x_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [TILES * PARTS, 1], mbarrier.MBarrierLayout())
     ROUNDS: gl.constexpr = 2 if CENTERED else 1
+    EACH: gl.constexpr = 1 if EARLY else PARTS  # slices a barrier waits for
+    x, r, ready = (), (), ()  # allocations of their own: the compiler orders accesses to one by barriers of all threads
+    for _ in gl.static_range(TILES * PARTS):
+        x = x + (gl.allocate_shared_memory(x_desc.dtype, [32, SLICE], x_desc.layout),)
+        if RESIDUAL:
+            r = r + (gl.allocate_shared_memory(x_desc.dtype, [32, SLICE], x_desc.layout),)
+    for _ in gl.static_range(TILES * PARTS // EACH):
+        ready = ready + (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)
+    for at in gl.static_range(TILES * PARTS // EACH):
+        mbarrier.init(ready[at], count=1)
+    for at in gl.static_range(TILES * PARTS // EACH):
+        mbarrier.expect(ready[at], (2 if RESIDUAL else 1) * EACH * x_desc.block_type.nbytes)
     for slot in gl.static_range(TILES * PARTS):
-        mbarrier.init(ready.index(slot), count=1)
-    for tile in gl.static_range(TILES):
-        if not EARLY:
-            mbarrier.expect(ready.index(tile * PARTS), (2 if RESIDUAL else 1) * PARTS * x_desc.block_type.nbytes)
-        for part in gl.static_range(PARTS):
-            at, slot = [(group + tile) * 32, first + part * SLICE], tile * PARTS + part
-            landed = ready.index(slot if EARLY else tile * PARTS)
-            if EARLY:
-                mbarrier.expect(landed, (2 if RESIDUAL else 1) * x_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(x_desc, at, landed, x.index(slot))
-            if RESIDUAL:
-                tma.async_copy_global_to_shared(r_desc, at, landed, r.index(slot))
+        at = [(group + slot // PARTS) * 32, first + slot % PARTS * SLICE]
+        tma.async_copy_global_to_shared(x_desc, at, ready[slot // EACH], x[slot])
+        if RESIDUAL:
+            tma.async_copy_global_to_shared(r_desc, at, ready[slot // EACH], r[slot])
     box = gl.inline_asm_elementwise(_open(TILES * ROUNDS, MEMBERS, 1024 if BY_WARP else 128), "=r", [], dtype=gl.int32,
                                     is_pure=False, pack=1)
     gl.inline_asm_elementwise("barrier.cluster.wait.aligned; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False,
@@ -215,7 +214,7 @@ def _forward_mx(x_desc, r_desc, weight, bias, data, scale, total, mean_out, rstd
         block_row = (group + tile).to(gl.int64)
         top, base = (group + tile) * 32, block_row * 32 * width
         sums = _sums(x, r, total + base, ready, top, rows, first, width, CENTERED, RESIDUAL, PARTS, WHOLE, tile * PARTS,
-                     EARLY)
+                     EACH)
         squares = _totals(sums, box, member, tile * ROUNDS, MEMBERS, BY_WARP)
         mean = squares
         if CENTERED:
@@ -231,8 +230,8 @@ def _forward_mx(x_desc, r_desc, weight, bias, data, scale, total, mean_out, rstd
         _quantize_rows(x, mean, _spread(rstd, BY_WARP), weight, bias, data + base,
                        scale + block_row * gl.cdiv(width, 32), top, rows, first, width, CENTERED, WEIGHT, BIAS, PARTS,
                        WHOLE, tile * PARTS)
-    for slot in gl.static_range(TILES * PARTS):
-        mbarrier.invalidate(ready.index(slot))
+    for at in gl.static_range(TILES * PARTS // EACH):
+        mbarrier.invalidate(ready[at])
 
 
 def norm_quantize_forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
