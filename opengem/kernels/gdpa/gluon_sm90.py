@@ -67,10 +67,17 @@ def _record(schedule, turn, H):
 
 
 @gluon.jit
-def _dealt(turn):
-    """This block's `turn`-th item, dealt zigzag."""
+def _dealt(turn, rounds, MIXED: gl.constexpr):
+    """This block's `turn`-th item of `rounds`, dealt zigzag.
+
+    Where MIXED each block begins at another place of its list, so that long items, bound by products, and short ones,
+    bound by memory, run side by side.
+    """
     blocks = gl.num_programs(0)
     place = gl.program_id(0)
+    if MIXED:
+        turn += rounds * place // blocks
+        turn -= gl.where(turn >= rounds, rounds, 0)
     if turn % 2 == 1:
         place = blocks - 1 - place
     return turn * blocks + place
@@ -118,13 +125,9 @@ def _value(s, scale, ACT: gl.constexpr, FOLD: gl.constexpr):
 
 
 @gluon.jit
-def _item(schedule, turn, rounds, H):
+def _item(schedule, turn, rounds, H, MIXED: gl.constexpr):
     """(head, first query row, query rows left, first key, keys) of this block's `turn`-th item; none past the last."""
-    blocks = gl.num_programs(0)
-    place = gl.program_id(0)
-    if turn % 2 == 1:
-        place = blocks - 1 - place
-    item = turn * blocks + place
+    item = _dealt(turn, rounds, MIXED)
     entry = schedule + 4 * (item // H)
     live = turn < rounds
     return (item % H, gl.load(entry, mask=live, other=0), gl.load(entry + 1, mask=live, other=0),
@@ -132,26 +135,27 @@ def _item(schedule, turn, rounds, H):
 
 
 @gluon.jit
-def _next_item(schedule, turn, rounds, H):
+def _next_item(schedule, turn, rounds, H, MIXED: gl.constexpr):
     """The next item that has queries."""
     turn += 1
-    head, q_row, q_left, kv_begin, kv_length = _item(schedule, turn, rounds, H)
+    head, q_row, q_left, kv_begin, kv_length = _item(schedule, turn, rounds, H, MIXED)
     while (turn < rounds) & (q_left == 0):
         turn += 1
-        head, q_row, q_left, kv_begin, kv_length = _item(schedule, turn, rounds, H)
+        head, q_row, q_left, kv_begin, kv_length = _item(schedule, turn, rounds, H, MIXED)
     return turn, head, q_row, q_left, kv_length
 
 
 @gluon.jit
 def produce(
     q_desc, k_desc, v_desc, schedule, count, H, q_head, k_head, v_head, q_ring, k_ring, v_ring, q_full, q_empty,
-    k_full, k_empty, v_full, v_empty, STAGES: gl.constexpr, BN: gl.constexpr, RESIDENT: gl.constexpr):
+    k_full, k_empty, v_full, v_empty, STAGES: gl.constexpr, BN: gl.constexpr, RESIDENT: gl.constexpr,
+    MIXED: gl.constexpr):
     q_loads0 = 0
     q_loads1 = 0
     kv_loads = 0
     rounds = _rounds(count * H)
     for turn in range(0, rounds):
-        head, q_row, q_left, kv_begin, kv_length = _item(schedule, turn, rounds, H)
+        head, q_row, q_left, kv_begin, kv_length = _item(schedule, turn, rounds, H, MIXED)
         q_rows = q_left if RESIDENT else gl.minimum(q_left, 2 * ROWS)
         q_end = gl.where(q_rows > 0, gl.maximum(q_rows, 2 * ROWS), 0)  # each warpgroup takes part in every item
         for first in range(0, q_end, ROWS):
@@ -182,7 +186,7 @@ def produce(
 def consume(
     o_desc, schedule, count, H, scale, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty, go,
     HALF: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, ACT: gl.constexpr,
-    RESIDENT: gl.constexpr, FOLD: gl.constexpr, TURNS: gl.constexpr):
+    RESIDENT: gl.constexpr, FOLD: gl.constexpr, TURNS: gl.constexpr, MIXED: gl.constexpr):
     dtype: gl.constexpr = q_ring.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
     kv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], dtype)
@@ -192,7 +196,7 @@ def consume(
     factor = 0.5 * scale if FOLD else 1.0
     rounds = _rounds(count * H)
     zero = rounds * 0  # a constant would have another type than what a loop carries
-    turn, head, q_row, q_left, kv_length = _next_item(schedule, zero - 1, rounds, H)
+    turn, head, q_row, q_left, kv_length = _next_item(schedule, zero - 1, rounds, H, MIXED)
     base = zero
     steps = zero
     first = ROWS * ((HALF + turn) % 2)
@@ -226,7 +230,7 @@ def consume(
             first += 2 * ROWS
             if done:
                 base += j + 1
-                turn, head, q_row, q_left, kv_length = _next_item(schedule, turn, rounds, H)
+                turn, head, q_row, q_left, kv_length = _next_item(schedule, turn, rounds, H, MIXED)
                 first = ROWS * ((HALF + turn) % 2)
                 rows = q_left if RESIDENT else gl.minimum(q_left, 2 * ROWS)
             j = 0
@@ -275,7 +279,7 @@ def consume(
 def forward(
     q_desc, k_desc, v_desc, o_desc, out, offsets, schedule, batch, list_start, out_elements, scale, H, q_head,
     k_head, v_head, ACT: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    RESIDENT: gl.constexpr, FOLD: gl.constexpr, TURNS: gl.constexpr):
+    RESIDENT: gl.constexpr, FOLD: gl.constexpr, TURNS: gl.constexpr, MIXED: gl.constexpr):
     """out [rows, H, D] contiguous. Grid: one block an SM; launched with 4 warps (the first consumer's)."""
     _zero_rows(out, gl.load(offsets + batch).to(gl.int64) * H * D, out_elements, 1024)
     count = gl.load(schedule + 2) if RESIDENT else gl.load(schedule)
@@ -302,11 +306,11 @@ def forward(
         mbarrier.init(v_empty.index(i), count=2)
     gl.warp_specialize([
         (consume, (o_desc, items, count, H, scale, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full,
-                   v_empty, go, 0, STAGES, BN, D, ACT, RESIDENT, FOLD, TURNS)),
+                   v_empty, go, 0, STAGES, BN, D, ACT, RESIDENT, FOLD, TURNS, MIXED)),
         (consume, (o_desc, items, count, H, scale, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full,
-                   v_empty, go, 1, STAGES, BN, D, ACT, RESIDENT, FOLD, TURNS)),
+                   v_empty, go, 1, STAGES, BN, D, ACT, RESIDENT, FOLD, TURNS, MIXED)),
         (produce, (q_desc, k_desc, v_desc, items, count, H, q_head, k_head, v_head, q_ring, k_ring, v_ring, q_full,
-                   q_empty, k_full, k_empty, v_full, v_empty, STAGES, BN, RESIDENT)),
+                   q_empty, k_full, k_empty, v_full, v_empty, STAGES, BN, RESIDENT, MIXED)),
     ], [4, 1], [240, 24])
 
 

@@ -41,6 +41,7 @@ from opengem.kernels.gdpa.gluon_sm90 import (
     _ahead,
     _dealt,
     _load_rows,
+    _rounds,
     _tanh,
     _zero_rows,
 )
@@ -141,17 +142,19 @@ def _produce(
     q_desc, g_desc, k_desc, v_desc, tiles_ptr, places_ptr, k_ring, v_ring, q_ring, g_ring, notes, claims, k_full,
     k_empty, v_full, v_empty, q_full, q_empty, g_full, g_empty, claimed, taken, entries, items, queue, q_slots, limit,
     H, q_head, g_head, k_head, v_head, D: gl.constexpr, Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr,
-    V_STAGES: gl.constexpr, OWNER: gl.constexpr):
+    V_STAGES: gl.constexpr, OWNER: gl.constexpr, MIXED: gl.constexpr):
     count = 0
     kv_count = 0
     item_count = 0
     item = gl.program_id(0)
+    rounds = _rounds(items)
     if OWNER:
+        item = _dealt(item_count, rounds, MIXED)
         q_begin, m, k_begin, n = _ahead(tiles_ptr, item, items, H)
     while item < items:
         if OWNER:
             head = item % H
-            next_item = _dealt(item_count + 1)
+            next_item = gl.where(item_count + 1 < rounds, _dealt(item_count + 1, rounds, MIXED), items)
             next_q, next_m, next_k, next_n = _ahead(tiles_ptr, next_item, items, H)
             tiles = gl.maximum((m + ROWS - 1) // ROWS, 1)
             begin = 0
@@ -479,7 +482,7 @@ def backward(
     q_desc, g_desc, k_desc, v_desc, sums_desc, dq, dk, dv, scratch, counters, q_offsets, kv_offsets, schedule, batch,
     list_start, places_start, q_elements, kv_elements, q_slots, limit, scale, H, q_head, g_head, k_head, v_head,
     ACT: gl.constexpr, D: gl.constexpr, Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-    FOLD: gl.constexpr, OWNER: gl.constexpr):
+    FOLD: gl.constexpr, OWNER: gl.constexpr, MIXED: gl.constexpr):
     """dq [Tq, H, D], dk and dv [Tkv, H, D] contiguous. One block a multiprocessor.
 
     scratch: fp32 [tiles, 64 * D], q_slots tiles for each block if OWNER, else H * q_slots. counters: int32 zeros, as
@@ -553,7 +556,8 @@ def backward(
             (_produce, (
                 q_desc, g_desc, k_desc, v_desc, tiles_ptr, places_ptr, k_ring, v_ring, q_ring, g_ring, notes, claims,
                 k_full, k_empty, v_full, v_empty, q_full, q_empty, g_full, g_empty, claimed, taken, entries, items,
-                counters, q_slots, limit, H, q_head, g_head, k_head, v_head, D, Q_STAGES, G_STAGES, V_STAGES, OWNER)),
+                counters, q_slots, limit, H, q_head, g_head, k_head, v_head, D, Q_STAGES, G_STAGES, V_STAGES, OWNER,
+                MIXED)),
         ], [4, 1], [240, 24])
     else:
         gl.warp_specialize([
@@ -569,7 +573,7 @@ def backward(
                 q_desc, g_desc, k_desc, v_desc, tiles_ptr, places_ptr, k_ring, v_ring, q_ring, g_ring, notes, claims,
                 k_full, k_empty, v_full, v_empty, q_full, q_empty, g_full, g_empty, claimed, taken, entries, items,
                 counters + H * q_slots, q_slots, limit, H, q_head, g_head, k_head, v_head, D, Q_STAGES, G_STAGES,
-                V_STAGES, OWNER)),
+                V_STAGES, OWNER, MIXED)),
             (_add, (
                 sums_desc, counters, tiles_ptr, places_ptr, stage, claims, turn, got, stage_full, stage_empty, claimed,
                 taken, entries, items, q_slots, limit, 0)),
