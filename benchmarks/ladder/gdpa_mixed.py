@@ -18,6 +18,7 @@ from benchmarks import run
 from benchmarks.kernels import gdpa as bench
 from opengem.kernels.gdpa import launch
 
+DEVICE = "cuda"
 SETTINGS = {"zigzag": [False, False, False], "mixed": [True, False, True], "mixed stream": [True, True, True]}
 SHAPES = [  # queries, keys, fill
     (256, 256, 0.5), (256, 256, 1.0), (256, 0, 0.5), (512, 0, 0.5), (1024, 0, 0.5), (2048, 0, 0.5), (512, 512, 0.5),
@@ -45,18 +46,18 @@ def compile_part(part: int) -> None:
     for shape, name in todo[part::5]:
         launch.MIXED[:] = SETTINGS[name]
         found = case(shape, 8)
-        out, backward = both(found, found.make(torch.device("cuda"), 0))
+        out, backward = both(found, found.make(torch.device(DEVICE), 0))
         backward()
     torch.cuda.synchronize()
 
 
 def time_all(out: Path) -> None:
     run.WARMUP_S, run.TARGET_S = 0.1, 0.2
-    facts = run.ceilings(torch.device("cuda"))
+    facts = run.ceilings(torch.device(DEVICE))
     for turn in range(2):
         for shape in SHAPES:
             found = case(shape)
-            inputs = found.make(torch.device("cuda"), 0)
+            inputs = found.make(torch.device(DEVICE), 0)
             want = None
             for name in relevant(shape):
                 launch.MIXED[:] = SETTINGS[name]
