@@ -24,7 +24,7 @@ from opengem.kernels.norm import triton as portable
 ELEMENTS, DEVICE = 1 << 28, "cuda"
 KINDS = {  # barriers a slice, sums by warps
     "v10": {"early": False, "by_warp": False}, "v11": {"early": True, "by_warp": False},
-    "v12": {"early": True, "by_warp": True}}
+    "v12": {"early": True, "by_warp": True}, "v13": {"early": True, "by_warp": True, "packed": True}}
 TIMED = [  # width, residual, tiles, parts
     (256, False, 2, 1), (512, False, 1, 2), (1024, False, 1, 4), (1024, False, 1, 2), (2048, False, 1, 4),
     (2048, False, 1, 2), (4096, False, 1, 4), (4096, False, 1, 2), (2048, False, 1, 8), (4096, False, 1, 8),
@@ -45,11 +45,11 @@ def fits(kind: str, width: int, residual: bool, centered: bool, tiles: int, part
 
 def cases() -> list[tuple]:
     """(kind, width, residual, centered, tiles, parts, registers) of everything that is compiled."""
-    timed = [(k, w, r, False, t, p, n) for k in KINDS for w, r, t, p in TIMED if k == "v12" or p in (2, 4)
-             for n in ([None, 48] if p == 2 and not r and k == "v12" else [None])]
+    timed = [(k, w, r, False, t, p, n) for k in KINDS for w, r, t, p in TIMED if k in ("v12", "v13") or p in (2, 4)
+             for n in ([None, 48] if p == 2 and not r and k == "v13" else [None])]
     checked = [(k, w, r, c, t, p, None) for k in KINDS for w, t, p in CHECKED for r in (False, True)
                for c in ((False, True) if p == 4 or w in (256, 4096) else (False,))
-               if not (r and p == 4 and w < 8192) and (k == "v12" or w in (1040, 4096))]
+               if not (r and p == 4 and w < 8192) and (k in ("v12", "v13") or w in (1040, 4096))]
     return [case for case in dict.fromkeys(timed + checked) if fits(case[0], *case[1:6])]
 
 

@@ -155,10 +155,53 @@ def _squares(x, mean, first, width, PARTS: gl.constexpr, WHOLE: gl.constexpr, BA
     return sums
 
 
+PAIRS = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [1, 8], [1, 0]))  # two columns an element
+
+
+@gluon.jit
+def _larger_pair(a, b):
+    return gl.inline_asm_elementwise("max.NaN.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32,
+                                     is_pure=True, pack=1)
+
+
+@gluon.jit
+def _quantized_pairs(y):
+    """As `_quantized`, in bf16, two columns at a time: (int16 `[32, SLICE / 2]`, exponents)."""
+    even, odd = gl.split(gl.reshape(y, [32, SLICE // 2, 2]))
+    pairs = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32,
+                                      is_pure=True, pack=1)
+    pairs = gl.reshape(gl.permute(gl.reshape(pairs, [32, 8, 16]), (1, 0, 2)), [8, 512])
+    largest = gl.reduce(pairs, 1, _larger_pair) & 0x7FFF7FFF
+    bits = gl.maximum(largest << 16, largest & 0x7FFF0000)
+    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(gl.int32)
+    exponent = gl.where(bits >= 0x7F800000, 255, gl.maximum(exponent, 0))
+    inverse = gl.where(exponent == 255, 127, 254 - exponent) << 7
+    inverse = inverse | inverse << 16
+    pairs, inverse = gl.broadcast(pairs, inverse[:, None])
+    scaled = gl.inline_asm_elementwise(
+        """{ .reg .b32 p, q, a, b, c, d; .reg .b16 e, f; mul.bf16x2 p, $1, $3; mul.bf16x2 q, $2, $4;
+        shl.b32 a, p, 16; and.b32 b, p, 0xffff0000; shl.b32 c, q, 16; and.b32 d, q, 0xffff0000;
+        cvt.rn.satfinite.e4m3x2.f32 e, b, a; cvt.rn.satfinite.e4m3x2.f32 f, d, c; mov.b32 $0, {e, f}; }""",
+        "=r,r,r,r,r", [pairs, inverse], dtype=gl.int16, is_pure=True, pack=2)
+    scaled = gl.permute(gl.reshape(scaled, [8, 32, 16]), (1, 0, 2))
+    return gl.convert_layout(gl.reshape(scaled, [32, SLICE // 2]), PAIRS), exponent
+
+
+@gluon.jit
+def _store_pairs(data, scaled, top, rows, start, width, WHOLE: gl.constexpr):
+    row = gl.arange(0, 32, gl.SliceLayout(1, PAIRS))
+    pair = start // 2 + gl.arange(0, SLICE // 2, gl.SliceLayout(0, PAIRS))
+    mask = (top + row < rows)[:, None]
+    if not WHOLE:
+        mask = mask & (pair < width // 2)[None, :]
+    gl.store(data.to(gl.pointer_type(gl.int16), bitcast=True) + row[:, None] * (width // 2) + pair[None, :], scaled,
+             mask=mask)
+
+
 @gluon.jit
 def _quantize_rows(x, mean, rstd, weight, bias, data, scale, top, rows, first, width, CENTERED: gl.constexpr,
                    WEIGHT: gl.constexpr, BIAS: gl.constexpr, PARTS: gl.constexpr, WHOLE: gl.constexpr,
-                   BASE: gl.constexpr):
+                   BASE: gl.constexpr, PACKED: gl.constexpr):
     """The second pass: normalise what lies in shared memory and store its blocks."""
     for part in gl.static_range(PARTS):
         start = first + part * SLICE
@@ -174,8 +217,12 @@ def _quantize_rows(x, mean, rstd, weight, bias, data, scale, top, rows, first, w
         mask = _live(top, rows, column, width, WHOLE)
         if CENTERED or BIAS:
             y = gl.where(mask, y, 0.0)
-        scaled, exponent = _quantized(y, x[0].dtype)
-        gl.store(data + _cells(start, width), scaled, mask=mask)
+        if PACKED:
+            scaled, exponent = _quantized_pairs(y)
+            _store_pairs(data, scaled, top, rows, start, width, WHOLE)
+        else:
+            scaled, exponent = _quantized(y, x[0].dtype)
+            gl.store(data + _cells(start, width), scaled, mask=mask)
         block = start // 32 + gl.arange(0, SLICE // 32, exponent.type.layout)
         gl.store(scale + block, exponent.to(gl.uint8), mask=(block < gl.cdiv(width, 32)) & (top < rows))
 
@@ -184,7 +231,7 @@ def _quantize_rows(x, mean, rstd, weight, bias, data, scale, top, rows, first, w
 def _forward_mx(x_desc, r_desc, weight, bias, data, scale, total, mean_out, rstd_out, rows, width, eps,
                 CENTERED: gl.constexpr, RESIDUAL: gl.constexpr, WEIGHT: gl.constexpr, BIAS: gl.constexpr,
                 TILES: gl.constexpr, PARTS: gl.constexpr, MEMBERS: gl.constexpr, WHOLE: gl.constexpr,
-                EARLY: gl.constexpr, BY_WARP: gl.constexpr):
+                EARLY: gl.constexpr, BY_WARP: gl.constexpr, PACKED: gl.constexpr):
     """`TILES` times 32 rows, of each the `PARTS` slices of columns that belong to this member of `MEMBERS`."""
     member, group = gl.program_id(0) % MEMBERS, gl.program_id(0) // MEMBERS * TILES
     first = member * (PARTS * SLICE)
@@ -229,13 +276,13 @@ def _forward_mx(x_desc, r_desc, weight, bias, data, scale, total, mean_out, rstd
             _store_row(rstd_out, rstd, top, rows, BY_WARP)
         _quantize_rows(x, mean, _spread(rstd, BY_WARP), weight, bias, data + base,
                        scale + block_row * gl.cdiv(width, 32), top, rows, first, width, CENTERED, WEIGHT, BIAS, PARTS,
-                       WHOLE, tile * PARTS)
+                       WHOLE, tile * PARTS, PACKED)
     for at in gl.static_range(TILES * PARTS // EACH):
         mbarrier.invalidate(ready[at])
 
 
 def norm_quantize_forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
-                          centered: bool, tiles: int = 1, parts: int = 4, early: bool = True, by_warp: bool = True,
+                          centered: bool, tiles: int = 1, parts: int = 4, early: bool = True, by_warp: bool = True, packed: bool = False,
                           registers: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     rows, width = x.shape
@@ -250,6 +297,6 @@ def norm_quantize_forward(x: Tensor, residual: Tensor | None, weight: Tensor | N
     present = (y is not None for y in (residual, weight, bias))
     launch(_forward_mx, (groups, 1, 1), kind_of(x, *tensors, facts=(width,)),
            (_descriptor(x), _descriptor(tensors[0]), *tensors[1:], data, scale, total, mean, rstd, rows, width, eps),
-           (centered, *present, tiles, parts, members, width % (SLICE.value * parts) == 0, early, by_warp), warps=8,
+           (centered, *present, tiles, parts, members, width % (SLICE.value * parts) == 0, early, by_warp, packed and x.dtype == torch.bfloat16), warps=8,
            registers=registers, cluster=members)
     return data, scale, total, mean, rstd
