@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -49,6 +51,31 @@ def test_another_key_or_constant_is_bound_again(change):
     launch.launch(**first)
     launch.launch(**first | change)
     assert kernel.bound == 2 and not kernel.compiled.given
+
+
+class _Clustered(_Kernel):
+    """The same, compiled before it is launched."""
+
+    def __init__(self):
+        super().__init__()
+        self.compiled.metadata = SimpleNamespace(num_warps=8, shared=1024)
+
+    def warmup(self, *arguments, grid, num_warps, num_stages):
+        self.bound += 1
+        return self.compiled
+
+
+def test_programs_of_a_cluster_are_told_to_the_launcher():
+    kernel = _Clustered()
+    for key in ("key", "key", None, None):
+        launch.launch(kernel, (5, 1, 1), key, ("x",), (64,), warps=8, cluster=4)
+    assert kernel.compiled.packed_metadata == (8, 4, 1024)
+    assert kernel.compiled.given == 4 * [((5, 1, 1), ("x", 64))] and kernel.bound == 3
+
+
+def test_this_triton_launches_clusters():
+    pytest.importorskip("triton")
+    assert launch.has_clusters()
 
 
 def test_alignment():
