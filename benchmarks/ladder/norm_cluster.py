@@ -1,8 +1,8 @@
 """Quantised norms in clusters, and the layer norm forward: right, and how fast?
 
     python benchmarks/ladder/norm_cluster.py compile I N     share I of N of all kernels, without running one
-    python benchmarks/ladder/norm_cluster.py check KIND      bits against the kernel in the package; exit status 1
-    python benchmarks/ladder/norm_cluster.py time OUT KIND...
+    python benchmarks/ladder/norm_cluster.py check KIND clusters|alone   bits against the kernel before; exit status 1
+    python benchmarks/ladder/norm_cluster.py time OUT clusters|alone|both KIND...
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.ladder import norm_old, norm_variants
 from opengem.kernels.launch import kind_of, launch
-from opengem.kernels.norm import cluster_final, cluster_sm90, cost, gluon_sm90
+from opengem.kernels.norm import cost, gluon_sm90
 from opengem.kernels.norm import triton as portable
 
 ELEMENTS, DEVICE = 1 << 28, "cuda"
 KINDS = {  # barriers a slice, sums by warps
-    "v10": {"early": False, "by_warp": False}, "v11": {"early": True, "by_warp": False},
-    "v12": {"early": True, "by_warp": True}, "v13": {"early": True, "by_warp": True, "packed": True},
-    "v14": {"by_warp": True}}  # v13 as it would go into the package
+    "v11": {"early": True, "by_warp": False}, "v12": {"early": True, "by_warp": True},
+    "v13": {"early": True, "by_warp": True, "packed": True}, "v14": {"by_warp": True}}  # v14: what is in the package
 TIMED = [  # width, residual, tiles, parts
     (256, False, 2, 1), (512, False, 1, 2), (1024, False, 1, 4), (1024, False, 1, 2), (2048, False, 1, 4),
     (2048, False, 1, 2), (4096, False, 1, 4), (4096, False, 1, 2), (2048, False, 1, 8), (4096, False, 1, 8),
@@ -34,7 +34,9 @@ TIMED = [  # width, residual, tiles, parts
 CHECKED = [  # width, tiles, parts
     (256, 2, 1), (1024, 1, 4), (1024, 1, 2), (1040, 1, 4), (2048, 1, 4), (2064, 1, 4), (2048, 1, 2), (4096, 1, 4),
     (4096, 1, 2), (8192, 1, 4), (8192, 1, 2)]
-LAYER = [(4, 4), (1, 1), (2, 1), (2, 2), (1, 2), (4, 2), (8, 4), (2, 4)]  # rows a program, warps
+LAYER = {  # width: rows a program, warps; the first is what the package takes
+    256: [(16, 4), (4, 1), (8, 1), (8, 2), (2, 1), (16, 2)], 512: [(8, 4), (2, 1), (4, 1), (4, 2), (1, 1)],
+    1024: [(4, 4), (1, 1), (2, 1), (2, 2), (8, 4)], 2048: [(4, 8), (1, 1), (1, 2), (2, 2), (2, 4)]}
 
 
 def fits(kind: str, width: int, residual: bool, centered: bool, tiles: int, parts: int) -> bool:
@@ -58,18 +60,18 @@ def call(inputs: tuple, case: tuple):
     x, residual, weight, bias = inputs
     kind, _, has_residual, centered, tiles, parts, registers = case
     if kind == "v14":
-        cluster_final._plan = lambda slices, residual: (tiles, parts, -(-slices // parts))
-        return cluster_final.norm_quantize_forward(x, residual if has_residual else None, weight,
+        gluon_sm90._plan = lambda slices, residual: (tiles, parts, -(-slices // parts))
+        return gluon_sm90.norm_quantize_forward(x, residual if has_residual else None, weight,
                                                    bias if centered else None, 1e-5, centered)
-    return cluster_sm90.norm_quantize_forward(
+    return norm_variants.norm_quantize_forward(
         x, residual if has_residual else None, weight, bias if centered else None, 1e-5, centered, tiles, parts,
         registers=registers, **KINDS[kind])
 
 
 def shipped(inputs: tuple, has_residual: bool, centered: bool):
     x, residual, weight, bias = inputs
-    return gluon_sm90.norm_quantize_forward(x, residual if has_residual else None, weight, bias if centered else None,
-                                            1e-5, centered)
+    return norm_old.norm_quantize_forward(x, residual if has_residual else None, weight, bias if centered else None,
+                                          1e-5, centered)
 
 
 def make(rows: int, width: int, dtype=torch.bfloat16) -> tuple:
@@ -82,7 +84,7 @@ def compile_share(index: int, count: int) -> None:
         limit = {} if registers is None else {"maxnreg": registers}
         kernel.warmup(*arguments, *constants, grid=grid, num_warps=warps, num_stages=stages, **limit)
 
-    cluster_sm90.launch = cluster_final.launch = gluon_sm90.launch = only
+    norm_old.launch = norm_variants.launch = gluon_sm90.launch = only
     todo = cases()
     todo += sorted({(None, *case[1:4]) for case in todo}, key=str)
     for case in todo[index::count]:
@@ -95,11 +97,12 @@ def compile_share(index: int, count: int) -> None:
 
 def compile_peers() -> None:
     """Fills Inductor's cache and Triton's with what `time` runs of the layer norm."""
-    x, _, weight, _ = make(ELEMENTS // 1024, 1024)
-    with torch.no_grad():
-        compiled_layer()(x, weight)
-        for rows, warps in LAYER:
-            layer(x, weight, rows, warps)
+    for width in LAYER:
+        x, _, weight, _ = make(ELEMENTS // width, width)
+        with torch.no_grad():
+            compiled_layer()(x, weight)
+            for rows, warps in LAYER[width]:
+                layer(x, weight, rows, warps)
     torch.cuda.synchronize()
 
 
@@ -116,11 +119,11 @@ def layer(x, weight, rows, warps):
     return y, mean, rstd
 
 
-def check(kind: str) -> int:
+def check(kind: str, clusters: bool) -> int:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     wrong = 0
-    todo = [case for case in cases() if case[0] == kind and case[6] is None]
+    todo = [case for case in cases() if case[0] == kind and case[6] is None and (case[1] > 256 * case[5]) == clusters]
     for case in todo:
         for rows, dtype in ((1, torch.bfloat16), (33, torch.bfloat16), (64 * 132 * 8 + 5, torch.bfloat16),
                             (0, torch.bfloat16)):
@@ -161,7 +164,7 @@ def milliseconds(function, flush) -> tuple[float, float]:
     return middle, (high - low) / middle
 
 
-def time_all(out: Path, kinds: list[str]) -> None:
+def time_all(out: Path, kinds: list[str], clusters: str) -> None:
     flush = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
     source = torch.randn(2**29, device=DEVICE)
     target = torch.empty_like(source)
@@ -187,20 +190,21 @@ def time_all(out: Path, kinds: list[str]) -> None:
             for residual in (False, True):
                 moved = cost.bytes(ELEMENTS // width, width, residual=residual, quantize=True)
                 here = [c for c in cases() if c[1:4] == (width, residual, False) and c[0] in kinds
-                        and (width, residual, *c[4:6]) in TIMED]
+                        and (width, residual, *c[4:6]) in TIMED
+                        and (clusters == "both" or (width > 256 * c[5]) == (clusters == "clusters"))]
                 if here:
                     emit(f"{turn} {width} {'residual ' * residual}shipped", moved,
                          lambda: shipped(inputs, residual, False))
                 for case in here:
                     emit(f"{turn} {width} {'residual ' * residual}{case[0]} tiles {case[4]} parts {case[5]} "
                          f"registers {case[6]}", moved, lambda case=case: call(inputs, case))
-            if width == 1024:
+            if width in LAYER:
                 x, _, weight, _ = inputs
                 peer = compiled_layer()
                 with torch.no_grad():
-                    emit(f"{turn} layer torch_compile", 4 * ELEMENTS, lambda: peer(x, weight))
-                    for rows, warps in LAYER:
-                        emit(f"{turn} layer rows {rows} warps {warps}", 4 * ELEMENTS,
+                    emit(f"{turn} layer {width} torch_compile", 4 * ELEMENTS, lambda: peer(x, weight))
+                    for rows, warps in LAYER[width]:
+                        emit(f"{turn} layer {width} rows {rows} warps {warps}", 4 * ELEMENTS,
                              lambda rows=rows, warps=warps: layer(x, weight, rows, warps))
             del inputs
             torch.cuda.empty_cache()
@@ -212,7 +216,7 @@ if __name__ == "__main__":
             compile_share(int(index), int(count))
         case ["peers"]:
             compile_peers()
-        case ["check", kind]:
-            sys.exit(check(kind))
-        case ["time", out, *kinds]:
-            time_all(Path(out), kinds)
+        case ["check", kind, clusters]:
+            sys.exit(check(kind, clusters == "clusters"))
+        case ["time", out, clusters, *kinds]:
+            time_all(Path(out), kinds, clusters)

@@ -67,17 +67,19 @@ def _record(schedule, turn, H):
 
 
 @gluon.jit
-def _dealt(turn, rounds, MIXED: gl.constexpr):
+def _dealt(turn, rounds, H, MIXED: gl.constexpr):
     """This block's `turn`-th item of `rounds`, dealt zigzag.
 
-    Where MIXED each block begins at another place of its list, so that long items, bound by products, and short ones,
-    bound by memory, run side by side.
+    Where MIXED each H blocks, which take the heads of one sample, begin at another place of their list, so that long
+    items, bound by products, and short ones, bound by memory, run side by side.
     """
     blocks = gl.num_programs(0)
     place = gl.program_id(0)
-    if MIXED:
-        turn += rounds * place // blocks
+    if MIXED == 1:
+        turn += rounds * (place // H) // gl.cdiv(blocks, H)
         turn -= gl.where(turn >= rounds, rounds, 0)
+    elif MIXED == 2:
+        turn = gl.where(place // H % 2 == 1, rounds - 1 - turn, turn)
     if turn % 2 == 1:
         place = blocks - 1 - place
     return turn * blocks + place
@@ -127,7 +129,7 @@ def _value(s, scale, ACT: gl.constexpr, FOLD: gl.constexpr):
 @gluon.jit
 def _item(schedule, turn, rounds, H, MIXED: gl.constexpr):
     """(head, first query row, query rows left, first key, keys) of this block's `turn`-th item; none past the last."""
-    item = _dealt(turn, rounds, MIXED)
+    item = _dealt(turn, rounds, H, MIXED)
     entry = schedule + 4 * (item // H)
     live = turn < rounds
     return (item % H, gl.load(entry, mask=live, other=0), gl.load(entry + 1, mask=live, other=0),

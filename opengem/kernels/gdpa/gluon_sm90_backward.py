@@ -149,12 +149,12 @@ def _produce(
     item = gl.program_id(0)
     rounds = _rounds(items)
     if OWNER:
-        item = _dealt(item_count, rounds, MIXED)
+        item = _dealt(item_count, rounds, H, MIXED)
         q_begin, m, k_begin, n = _ahead(tiles_ptr, item, items, H)
     while item < items:
         if OWNER:
             head = item % H
-            next_item = gl.where(item_count + 1 < rounds, _dealt(item_count + 1, rounds, MIXED), items)
+            next_item = gl.where(item_count + 1 < rounds, _dealt(item_count + 1, rounds, H, MIXED), items)
             next_q, next_m, next_k, next_n = _ahead(tiles_ptr, next_item, items, H)
             tiles = gl.maximum((m + ROWS - 1) // ROWS, 1)
             begin = 0

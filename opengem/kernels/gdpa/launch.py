@@ -33,7 +33,7 @@ RESIDENT_KEYS = 256  # as many stay in shared memory for a whole sample
 # Forward: key rows of a tile, stages, whether the warpgroups take turns at the matrix unit
 STREAM = (128, 2, True)
 RESIDENT, RESIDENT_SHORT = (128, 2, False), (64, 4, False)  # the latter where queries are at most RESIDENT_KEYS too
-MIXED = [True, False, True]  # resident, streaming, owner
+MIXED = [1, 0, 1]  # resident, streaming, owner
 OWNER_KEYS = 256  # most keys a sample may have for the backward in which a block owns a sample and head
 OWNED_KEYS = 128  # key rows at a time of the backward in one kernel (`gluon_sm90_backward.py`)
 BACKWARD_STAGES = (3, 2)  # tiles of queries, of output gradients
@@ -171,7 +171,7 @@ def _backward_in_one(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, max_q
         (*gluon_sm90.ragged(*((x, 64) for x in (q, grad, k, v))), gluon_sm90.plain(scratch), dq, dk, dv, scratch,
          counters, q_offsets, kv_offsets, schedule, plan.batch, list_start, places, dq.numel(), dk.numel(), q_slots,
          multiprocessors(q.device) // 2, scale, plan.heads, *head_strides),
-        (activation, plan.dim, *BACKWARD_STAGES, 2 if owner else 1, fold, owner, owner and MIXED[2]))
+        (activation, plan.dim, *BACKWARD_STAGES, 2 if owner else 1, fold, owner, MIXED[2] if owner else 0))
     return dq, dk, dv
 
 

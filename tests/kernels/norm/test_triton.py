@@ -157,7 +157,7 @@ def test_compiles_ahead_of_time_with_loads_under_way(kernel, constants, options)
 ])
 def test_gluon_compiles_ahead_of_time(constants):
     types = {"?_desc": "bf16[32,256]", "weight": "*fp32", "bias": "*fp32", "data": "*fp8e4nv", "scale": "*u8",
-             "total": "*bf16", "*_out": "*fp32", "shares": "*i64", "rows": "i32", "width": "i32", "eps": "fp32"}
+             "total": "*bf16", "*_out": "*fp32", "rows": "i32", "width": "i32", "eps": "fp32"}
     flags = {"CENTERED": False, "RESIDUAL": False, "WEIGHT": True, "BIAS": False}
     found = compile_ahead("opengem.kernels.norm.gluon_sm90:_forward_mx", types, flags | constants, aligned=("width",),
                           num_warps=8)
