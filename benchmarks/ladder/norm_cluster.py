@@ -198,7 +198,7 @@ def time_all(out: Path, kinds: list[str], clusters: str) -> None:
                 for case in here:
                     emit(f"{turn} {width} {'residual ' * residual}{case[0]} tiles {case[4]} parts {case[5]} "
                          f"registers {case[6]}", moved, lambda case=case: call(inputs, case))
-            if width in LAYER:
+            if width in LAYER and clusters != "clusters":
                 x, _, weight, _ = inputs
                 peer = compiled_layer()
                 with torch.no_grad():
