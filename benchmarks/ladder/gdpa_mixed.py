@@ -19,7 +19,8 @@ from benchmarks.kernels import gdpa as bench
 from opengem.kernels.gdpa import gdpa, gdpa_schedule, launch
 
 DEVICE = "cuda"
-SETTINGS = {"zigzag": [0, 0, 0], "around": [1, 0, 1], "reversed": [2, 0, 2]}
+SETTINGS = {"zigzag": [0, 0, 0, 0], "around": [1, 0, 1, 0], "reversed": [2, 0, 2, 0],
+            "around early": [1, 0, 1, 1]}
 SHAPES = [  # queries, keys, fill
     (256, 256, 0.5), (256, 256, 1.0), (256, 0, 0.5), (512, 0, 0.5), (1024, 0, 0.5), (2048, 0, 0.5)]  # keys 0: cross, 256 keys
 

@@ -283,6 +283,7 @@ def forward(
     k_head, v_head, ACT: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     RESIDENT: gl.constexpr, FOLD: gl.constexpr, TURNS: gl.constexpr, MIXED: gl.constexpr):
     """out [rows, H, D] contiguous. Grid: one block an SM; launched with 4 warps (the first consumer's)."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     _zero_rows(out, gl.load(offsets + batch).to(gl.int64) * H * D, out_elements, 1024)
     count = gl.load(schedule + 2) if RESIDENT else gl.load(schedule)
     items = schedule + list_start
