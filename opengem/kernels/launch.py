@@ -12,20 +12,18 @@ _compiled: dict[tuple, tuple] = {}  # (compiled, kernel): an id stays that of on
 
 
 def launch(kernel, grid: tuple[int, int, int], key: Hashable, arguments: tuple, constants: tuple, warps: int = 4,
-           stages: int = 3, registers: int | None = None, cluster: int = 1, early: bool = False) -> None:
+           stages: int = 3, registers: int | None = None, cluster: int = 1) -> None:
     """`kernel[grid](*arguments, *constants)`, quickly from the second call with an equal `key` on.
 
     `key` tells apart what Triton specialises on: the device, dtypes, alignment of pointers and those integers (strides)
     that are not `do_not_specialize`. None takes the slow way. `cluster`: so many programs form a thread block cluster
-    (`has_clusters`), as many times as `grid` says. `early`: the kernel may start before the one ahead of it in the
-    stream has ended, and waits for that end itself (Hopper's programmatic dependent launch).
+    (`has_clusters`), as many times as `grid` says.
     """
-    place = id(kernel), key, constants, warps, stages, registers, cluster, early
+    place = id(kernel), key, constants, warps, stages, registers, cluster
     if place in _compiled:
         _compiled[place][0][grid](*arguments, *constants)
         return
     options = {"num_warps": warps, "num_stages": stages} | ({} if registers is None else {"maxnreg": registers})
-    options |= {"launch_pdl": True} if early else {}
     if cluster == 1:
         compiled = kernel[grid](*arguments, *constants, **options)
     else:

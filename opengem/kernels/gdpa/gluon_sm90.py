@@ -75,11 +75,9 @@ def _dealt(turn, rounds, H, MIXED: gl.constexpr):
     """
     blocks = gl.num_programs(0)
     place = gl.program_id(0)
-    if MIXED == 1:
+    if MIXED:
         turn += rounds * (place // H) // gl.cdiv(blocks, H)
         turn -= gl.where(turn >= rounds, rounds, 0)
-    elif MIXED == 2:
-        turn = gl.where(place // H % 2 == 1, rounds - 1 - turn, turn)
     if turn % 2 == 1:
         place = blocks - 1 - place
     return turn * blocks + place
@@ -150,14 +148,13 @@ def _next_item(schedule, turn, rounds, H, MIXED: gl.constexpr):
 @gluon.jit
 def produce(
     q_desc, k_desc, v_desc, schedule, count, H, q_head, k_head, v_head, q_ring, k_ring, v_ring, q_full, q_empty,
-    k_full, k_empty, v_full, v_empty, STAGES: gl.constexpr, BN: gl.constexpr, RESIDENT: gl.constexpr,
-    MIXED: gl.constexpr):
+    k_full, k_empty, v_full, v_empty, STAGES: gl.constexpr, BN: gl.constexpr, RESIDENT: gl.constexpr):
     q_loads0 = 0
     q_loads1 = 0
     kv_loads = 0
     rounds = _rounds(count * H)
     for turn in range(0, rounds):
-        head, q_row, q_left, kv_begin, kv_length = _item(schedule, turn, rounds, H, MIXED)
+        head, q_row, q_left, kv_begin, kv_length = _item(schedule, turn, rounds, H, RESIDENT)
         q_rows = q_left if RESIDENT else gl.minimum(q_left, 2 * ROWS)
         q_end = gl.where(q_rows > 0, gl.maximum(q_rows, 2 * ROWS), 0)  # each warpgroup takes part in every item
         for first in range(0, q_end, ROWS):
@@ -188,7 +185,7 @@ def produce(
 def consume(
     o_desc, schedule, count, H, scale, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty, go,
     HALF: gl.constexpr, STAGES: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, ACT: gl.constexpr,
-    RESIDENT: gl.constexpr, FOLD: gl.constexpr, TURNS: gl.constexpr, MIXED: gl.constexpr):
+    RESIDENT: gl.constexpr, FOLD: gl.constexpr, TURNS: gl.constexpr):
     dtype: gl.constexpr = q_ring.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
     kv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], dtype)
@@ -198,7 +195,7 @@ def consume(
     factor = 0.5 * scale if FOLD else 1.0
     rounds = _rounds(count * H)
     zero = rounds * 0  # a constant would have another type than what a loop carries
-    turn, head, q_row, q_left, kv_length = _next_item(schedule, zero - 1, rounds, H, MIXED)
+    turn, head, q_row, q_left, kv_length = _next_item(schedule, zero - 1, rounds, H, RESIDENT)
     base = zero
     steps = zero
     first = ROWS * ((HALF + turn) % 2)
@@ -232,7 +229,7 @@ def consume(
             first += 2 * ROWS
             if done:
                 base += j + 1
-                turn, head, q_row, q_left, kv_length = _next_item(schedule, turn, rounds, H, MIXED)
+                turn, head, q_row, q_left, kv_length = _next_item(schedule, turn, rounds, H, RESIDENT)
                 first = ROWS * ((HALF + turn) % 2)
                 rows = q_left if RESIDENT else gl.minimum(q_left, 2 * ROWS)
             j = 0
@@ -281,9 +278,8 @@ def consume(
 def forward(
     q_desc, k_desc, v_desc, o_desc, out, offsets, schedule, batch, list_start, out_elements, scale, H, q_head,
     k_head, v_head, ACT: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    RESIDENT: gl.constexpr, FOLD: gl.constexpr, TURNS: gl.constexpr, MIXED: gl.constexpr):
+    RESIDENT: gl.constexpr, FOLD: gl.constexpr, TURNS: gl.constexpr):
     """out [rows, H, D] contiguous. Grid: one block an SM; launched with 4 warps (the first consumer's)."""
-    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     _zero_rows(out, gl.load(offsets + batch).to(gl.int64) * H * D, out_elements, 1024)
     count = gl.load(schedule + 2) if RESIDENT else gl.load(schedule)
     items = schedule + list_start
@@ -296,9 +292,11 @@ def forward(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    go = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(go.index(i), count=1)
+    go = q_full  # a barrier that is made and not used would lose its place to other data, and may spoil it
+    if TURNS:
+        go = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(2):
+            mbarrier.init(go.index(i), count=1)
     for i in gl.static_range(2 * Q_STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
@@ -309,11 +307,11 @@ def forward(
         mbarrier.init(v_empty.index(i), count=2)
     gl.warp_specialize([
         (consume, (o_desc, items, count, H, scale, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full,
-                   v_empty, go, 0, STAGES, BN, D, ACT, RESIDENT, FOLD, TURNS, MIXED)),
+                   v_empty, go, 0, STAGES, BN, D, ACT, RESIDENT, FOLD, TURNS)),
         (consume, (o_desc, items, count, H, scale, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full,
-                   v_empty, go, 1, STAGES, BN, D, ACT, RESIDENT, FOLD, TURNS, MIXED)),
+                   v_empty, go, 1, STAGES, BN, D, ACT, RESIDENT, FOLD, TURNS)),
         (produce, (q_desc, k_desc, v_desc, items, count, H, q_head, k_head, v_head, q_ring, k_ring, v_ring, q_full,
-                   q_empty, k_full, k_empty, v_full, v_empty, STAGES, BN, RESIDENT, MIXED)),
+                   q_empty, k_full, k_empty, v_full, v_empty, STAGES, BN, RESIDENT)),
     ], [4, 1], [240, 24])
 
 

@@ -517,12 +517,15 @@ def backward(
     g_empty = gl.allocate_shared_memory(gl.int64, [G_STAGES, 1], mbarrier.MBarrierLayout())
     ds_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ds_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    got = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    stage_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    stage_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    claimed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    # A barrier that is made and not used would lose its place to other data, and may spoil it: an owner makes none.
+    turn, got, stage_full, stage_empty, claimed, taken = k_full, k_full, k_full, ds_full, k_full, k_full
+    if not OWNER:
+        turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        got = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        stage_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        stage_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        claimed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(Q_STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
@@ -535,14 +538,16 @@ def backward(
     for i in gl.static_range(2):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=2)
-        mbarrier.init(turn.index(i), count=1)
-        mbarrier.init(got.index(i), count=2)
-        mbarrier.init(claimed.index(i), count=1)
-        mbarrier.init(taken.index(i), count=2)
-        mbarrier.init(stage_full.index(i), count=2)
+        if not OWNER:
+            mbarrier.init(turn.index(i), count=1)
+            mbarrier.init(got.index(i), count=2)
+            mbarrier.init(claimed.index(i), count=1)
+            mbarrier.init(taken.index(i), count=2)
+            mbarrier.init(stage_full.index(i), count=2)
     mbarrier.init(ds_full, count=2)
     mbarrier.init(ds_empty, count=2)
-    mbarrier.init(stage_empty, count=1)
+    if not OWNER:
+        mbarrier.init(stage_empty, count=1)
     if OWNER:
         gl.warp_specialize([
             (_consume, (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -33,7 +33,6 @@ RESIDENT_KEYS = 256  # as many stay in shared memory for a whole sample
 # Forward: key rows of a tile, stages, whether the warpgroups take turns at the matrix unit
 STREAM = (128, 2, True)
 RESIDENT, RESIDENT_SHORT = (128, 2, False), (64, 4, False)  # the latter where queries are at most RESIDENT_KEYS too
-MIXED = [1, 0, 1, 1]  # resident, streaming, owner; early
 OWNER_KEYS = 256  # most keys a sample may have for the backward in which a block owns a sample and head
 OWNED_KEYS = 128  # key rows at a time of the backward in one kernel (`gluon_sm90_backward.py`)
 BACKWARD_STAGES = (3, 2)  # tiles of queries, of output gradients
@@ -64,7 +63,7 @@ def deal(q: Tensor, k: Tensor, q_offsets: Tensor, kv_offsets: Tensor, size: int,
         launch(
             kernels.deal_tiles, (-(-plan.batch // DEALT[0]), 3, 1), _key(plan, (), q_offsets, kv_offsets),
             (q_offsets, kv_offsets, schedule, plan.batch, plan.q_bound, plan.kv_bound),
-            (Q_TILE, plan.kv_tile, plan.seeds, plan.narrow, *DEALT, bool(MIXED[3]) and _hopper(q.device)), warps=8)
+            (Q_TILE, plan.kv_tile, plan.seeds, plan.narrow, *DEALT), warps=8)
     return schedule
 
 
@@ -123,7 +122,7 @@ def _gluon_forward(q, k, v, q_offsets, schedule, plan, max_q, max_kv, activation
         gluon_sm90.forward, (blocks, 1, 1), _key(plan, (out.numel() >> 31, *head_strides), q_offsets, schedule, q),
         (*gluon_sm90.ragged((q, 64), (k, rows), (v, rows), (out, 64)), out, q_offsets, schedule, plan.batch,
          start, out.numel(), scale, plan.heads, *head_strides),
-        (activation, plan.dim, rows, stages, resident, fold, turns, MIXED[not resident]), early=bool(MIXED[3]))
+        (activation, plan.dim, rows, stages, resident, fold, turns))
     return out
 
 
@@ -171,13 +170,8 @@ def _backward_in_one(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, max_q
         (*gluon_sm90.ragged(*((x, 64) for x in (q, grad, k, v))), gluon_sm90.plain(scratch), dq, dk, dv, scratch,
          counters, q_offsets, kv_offsets, schedule, plan.batch, list_start, places, dq.numel(), dk.numel(), q_slots,
          multiprocessors(q.device) // 2, scale, plan.heads, *head_strides),
-        (activation, plan.dim, *BACKWARD_STAGES, 2 if owner else 1, fold, owner, MIXED[2] if owner else 0))
+        (activation, plan.dim, *BACKWARD_STAGES, 2 if owner else 1, fold, owner, owner and max_q <= OWNER_KEYS))
     return dq, dk, dv
-
-
-@cache
-def _hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _gluon_fits(q: Tensor, k: Tensor, plan: Plan) -> bool:

@@ -16,7 +16,6 @@ Which tiles exist is written by `deal_tiles` on the device, longest work first. 
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from opengem.kernels.gdpa import activations
 
@@ -188,15 +187,13 @@ def _deal(
 @triton.jit(do_not_specialize=["batch", "q_bound", "kv_bound"])
 def deal_tiles(
     q_offsets, kv_offsets, schedule, batch, q_bound, kv_bound, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr,
-    SEEDS: tl.constexpr, NARROW: tl.constexpr, OWN: tl.constexpr, AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
+    SEEDS: tl.constexpr, NARROW: tl.constexpr, OWN: tl.constexpr, AT_ONCE: tl.constexpr,
 ):
     """schedule: int32 [4 + 4 * (q_bound + kv_bound + batch) + 2 * kv_bound]: three counts, records of 4, places.
 
     Grid (ceil(batch / OWN), 3): query tiles by keys to walk, key tiles by queries to walk, whole samples by queries.
-    A sample has at least one key tile. Narrow kernels use the key tiles only. EARLY: the next kernel may start already.
+    A sample has at least one key tile. Narrow kernels use the key tiles only.
     """
-    if EARLY:
-        gdc_launch_dependents()
     kv_list = schedule + 4 + 4 * q_bound
     if NARROW:
         if tl.program_id(1) == 1:

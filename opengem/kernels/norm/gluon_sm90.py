@@ -2,16 +2,17 @@
 
 A block of the quantised result spans 32 rows and its scale needs their statistics first, so every element is looked at
 twice. Held in registers that is too few bytes under way; here a program keeps 32 or 64 KB in shared memory, several
-programs share a multiprocessor, and while one computes the others load. Wider rows are split between the programs of a
-thread block cluster. Each warp sends its sums of the 32 rows to every member of the cluster (itself in a cluster of
-one) and all add them in one order, so they come to the same bits, every run. A sum goes by `st.async` straight into
-the shared memory of the other, where a barrier counts the bytes: nobody polls memory. Triton has no words for another
-program's shared memory, so that part is assembly.
+programs share a multiprocessor, and while one computes the others load. Rows of more than 1,024 elements (512 with a
+residual, which takes half of the room) are split between the programs of a thread block cluster: each sends its sums of
+the 32 rows to every member, itself included, and all add them in the same order, so that they come to the same bits,
+every run. A sum goes by `st.async` straight into the shared memory of the other, where a barrier counts the bytes:
+nobody polls memory. Triton has no words for another program's shared memory, so that part is assembly.
 """
 
 from __future__ import annotations
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,12 +22,17 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from opengem.kernels.launch import aligned, has_clusters, kind_of, launch
 from opengem.kernels.norm import triton as portable
 
+KEEP_NAN = gl.constexpr(tl.PropagateNan.ALL)
 SLICE = gl.constexpr(256)  # columns a program works on at a time: a block of 32 for each of eight warps
 LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [1, 8], [1, 0]))
-BY_WARP = gl.constexpr(gl.BlockedLayout([1, 1, 8], [8, 1, 4], [1, 8, 1], [2, 1, 0]))  # the same of [32, 8, 32]
-PAIRS = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [1, 8], [1, 0]))  # the same, two columns an element
-MEMBERS = 8  # most programs of a cluster that every GPU starts
-SHARE = gl.constexpr(1024)  # bytes of a program's sums: of 32 rows by eight warps
+SHARE = gl.constexpr(128)  # bytes of the sums of 32 rows
+BOX = gl.constexpr(1024)  # a multiple of what TMA wants of the tiles that lie behind the box
+CLUSTER = 8  # most programs of a cluster that every GPU starts
+
+
+@gluon.jit
+def _larger(a, b):
+    return gl.maximum(a, b, propagate_nan=KEEP_NAN)
 
 
 @gluon.jit
@@ -40,125 +46,84 @@ def _wide(x):
 
 
 @gluon.jit
-def _larger_bf16(a, b):
-    return gl.inline_asm_elementwise("max.NaN.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32,
-                                     is_pure=True, pack=1)
-
-
-@gluon.jit
-def _larger_fp16(a, b):
-    return gl.inline_asm_elementwise("max.NaN.xorsign.abs.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32,
-                                     is_pure=True, pack=1)
-
-
-@gluon.jit
-def _halves(pair, KIND: gl.constexpr):
-    """The two numbers of a word, in fp32."""
+def _scaled(y, inverse, KIND: gl.constexpr):
+    """E4M3 of fp32 `y` rounded to `KIND`, times `inverse`; two or four numbers an instruction where there is one."""
     if gl.bfloat16 == KIND:
-        return gl.inline_asm_elementwise("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [pair],
-                                         dtype=(gl.float32, gl.float32), is_pure=True, pack=1)
+        return gl.inline_asm_elementwise(
+            """{ .reg .b32 p, q, a, b, c, d; .reg .b16 e, f;
+            cvt.rn.bf16x2.f32 p, $2, $1; cvt.rn.bf16x2.f32 q, $4, $3; mul.bf16x2 p, p, $5; mul.bf16x2 q, q, $6;
+            shl.b32 a, p, 16; and.b32 b, p, 0xffff0000; shl.b32 c, q, 16; and.b32 d, q, 0xffff0000;
+            cvt.rn.satfinite.e4m3x2.f32 e, b, a; cvt.rn.satfinite.e4m3x2.f32 f, d, c; mov.b32 $0, {e, f}; }""",
+            "=r,r,r,r,r,r,r", [y, inverse.to(KIND)], dtype=gl.float8e4nv, is_pure=True, pack=4)
     else:
-        return gl.inline_asm_elementwise("{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; "
-                                         "}", "=f,=f,r", [pair], dtype=(gl.float32, gl.float32), is_pure=True, pack=1)
+        return (y.to(KIND).to(gl.float32) * inverse).to(gl.float8e4nv)
 
 
 @gluon.jit
 def _quantized(y, KIND: gl.constexpr):
-    """(two E4M3 an int16 `[32, SLICE / 2]`, E8M0 exponents int32 `[SLICE / 32]`), as `mx.triton.quantize_tile`.
-
-    Numbers go in pairs of neighbours, for which there are instructions that round them and compare their magnitudes.
-    """
-    even, odd = gl.split(gl.reshape(y, [32, SLICE // 2, 2]))
-    ROUND: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if gl.bfloat16 == KIND else "cvt.rn.f16x2.f32 $0, $2, $1;"
-    pairs = gl.inline_asm_elementwise(ROUND, "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
-    pairs = gl.reshape(gl.permute(gl.reshape(pairs, [32, 8, 16]), (1, 0, 2)), [8, 512])
-    largest = gl.reduce(pairs, 1, _larger_bf16 if gl.bfloat16 == KIND else _larger_fp16) & 0x7FFF7FFF
-    low, high = _halves(largest, KIND)
-    bits = gl.maximum(low.to(gl.int32, bitcast=True), high.to(gl.int32, bitcast=True))  # a NaN's are the largest
+    """(E4M3 `[32, SLICE]`, E8M0 exponents int32 `[SLICE / 32]`), as `mx.triton.quantize_tile`."""
+    BLOCKS: gl.constexpr = SLICE // 32
+    y = gl.reshape(gl.permute(gl.reshape(y, [32, BLOCKS, 32]), (1, 0, 2)), [BLOCKS, 1024])
+    largest = gl.reduce(gl.abs(y), 1, _larger).to(KIND).to(gl.float32)
+    bits = largest.to(gl.int32, bitcast=True)
     exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(gl.int32)
     exponent = gl.where(bits >= 0x7F800000, 255, gl.maximum(exponent, 0))
     inverse = (gl.where(exponent == 255, 127, 254 - exponent) << 23).to(gl.float32, bitcast=True)
-    low, high = _halves(pairs, KIND)
-    scaled = gl.inline_asm_elementwise(
-        """{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $3, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $2;
-        mov.b32 $0, {a, b}; }""", "=r,f,f,f,f", [low * inverse[:, None], high * inverse[:, None]], dtype=gl.int16,
-        is_pure=True, pack=2)
-    scaled = gl.permute(gl.reshape(scaled, [8, 32, 16]), (1, 0, 2))
-    return gl.convert_layout(gl.reshape(scaled, [32, SLICE // 2]), PAIRS), exponent
+    y, inverse = gl.broadcast(y, inverse[:, None])
+    scaled = gl.permute(gl.reshape(_scaled(y, inverse, KIND), [BLOCKS, 32, 32]), (1, 0, 2))
+    return gl.convert_layout(gl.reshape(scaled, [32, SLICE]), LAYOUT), exponent
 
 
 @gluon.constexpr_function
 def _open(exchanges, members):
-    """Assembly: $0 is the address of a box for the sums of all members, after as many barriers that wait for them.
+    """Assembly: $0 is the address of a box: barriers that wait for the sums of all members, and behind them the sums.
 
-    The box is static shared memory. Its size is a multiple of what TMA wants of the tiles that come after it.
+    The box is static shared memory, which comes before all that Triton allocates.
     """
-    reserve = f".shared .align 1024 .b8 box[{(1 + exchanges * members) * SHARE.value}]; mov.u32 $0, box;"
-    if members == 1:
-        return f"{{ {reserve} }}"
+    size = -(-(BOX.value + exchanges * members * SHARE.value) // BOX.value) * BOX.value
     barrier = f"""@first mbarrier.init.shared::cta.b64 [$0 + {{at}}], 1;
         @first fence.mbarrier_init.release.cluster;
         @first mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0 + {{at}}], {members * SHARE.value};"""
-    return f"""{{ {reserve} .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0;
+    return f"""{{ .shared .align {BOX.value} .b8 box[{size}]; .reg .pred first; .reg .b32 thread;
+        mov.u32 $0, box; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0;
         {" ".join(barrier.format(at=8 * i) for i in range(exchanges))}
         barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned; }}"""
 
 
 @gluon.constexpr_function
 def _exchange(which, members):
-    """Assembly: $4-$7, a warp's sums of four rows, go to all members; $0-$3 become the sums of everyone's.
+    """Assembly: $4-$7, this program's sums of four rows, go to all members; $0-$3 become the sums of all.
 
-    $8: the box; $12: this member. Four neighbouring lanes hold the same rows. Each sends them to every fourth member
-    and adds the shares of every fourth warp. A warp's eight slots of 16 bytes are turned by its number, so that lanes
-    that read those of different warps meet no bank conflict.
+    $8: the box; $12: this member. All warps hold the same, and so do four neighbouring lanes: those of the first warp
+    send to every fourth member each. Nobody sends here once all have, so a program may end when it has read its box.
     """
-    base = (1 + which * members) * SHARE.value
-    parts = [f"""{{ .reg .pred done, live; .reg .b32 lane, rows, slot, mine, turn, bar, to, far, farbar;
-        .reg .f32 a, b, c, d; mov.u32 rows, %tid.x; and.b32 lane, rows, 3; shr.u32 slot, rows, 5;
-        bfe.u32 rows, rows, 2, 3; and.b32 turn, slot, 3; shl.b32 turn, turn, 1; xor.b32 turn, rows, turn;
-        shl.b32 slot, slot, 7; mad.lo.u32 slot, turn, 16, slot; mad.lo.u32 slot, $12, {SHARE.value}, slot;
-        add.u32 slot, slot, $8; add.u32 bar, $8, {8 * which};"""]
-    for first in range(0, members if members > 1 else 0, 4):
+    base = BOX.value + which * members * SHARE.value
+    parts = [f"""{{ .reg .pred done, live; .reg .b32 thread, lane, mine, slot, bar, to, far, farbar;
+        .reg .f32 a, b, c, d; mov.u32 thread, %tid.x; and.b32 lane, thread, 3; bfe.u32 mine, thread, 2, 3;
+        mad.lo.u32 mine, mine, 16, $8;
+        mad.lo.u32 slot, $12, {SHARE.value}, mine; add.u32 bar, $8, {8 * which};"""]
+    for first in range(0, members, 4):
         parts.append(f"""add.u32 to, lane, {first}; setp.lt.u32 live, to, {members};
+            setp.lt.and.u32 live, thread, 32, live;
             @live mapa.shared::cluster.u32 far, slot, to; @live mapa.shared::cluster.u32 farbar, bar, to;
             @live st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [far + {base}], {{$4, $5, $6, $7}},
             [farbar];""")
-    if members > 1:
-        parts.append("again: mbarrier.try_wait.parity.shared::cta.b64 done, [bar], 0; @!done bra again;")
-    else:  # not launched in a cluster, so it may not send
-        parts.append(f"""setp.eq.u32 live, lane, 0; @live st.shared.v4.f32 [slot + {base}], {{$4, $5, $6, $7}};
-            bar.sync 0;""")
-    parts.append("""shl.b32 turn, lane, 1; xor.b32 turn, rows, turn; shl.b32 mine, lane, 7;
-        mad.lo.u32 mine, turn, 16, mine; add.u32 mine, mine, $8;
+    parts.append("""again: mbarrier.try_wait.parity.shared::cta.b64 done, [bar], 0; @!done bra again;
         mov.f32 $0, 0f00000000; mov.f32 $1, $0; mov.f32 $2, $0; mov.f32 $3, $0;""")
-    for place in range(base, base + members * SHARE.value, 512):
+    for place in range(base, base + members * SHARE.value, SHARE.value):
         parts.append(f"""ld.shared.v4.f32 {{a, b, c, d}}, [mine + {place}];
             add.f32 $0, $0, a; add.f32 $1, $1, b; add.f32 $2, $2, c; add.f32 $3, $3, d;""")
-    for mask in (1, 2):
-        parts += [f"shfl.sync.bfly.b32 a, ${out}, {mask}, 31, -1; add.f32 ${out}, ${out}, a;" for out in range(4)]
     return " ".join(parts) + " }"
 
 
 @gluon.jit
 def _totals(sums, box, member, WHICH: gl.constexpr, MEMBERS: gl.constexpr):
-    """Sums over whole rows, of whose columns this program has summed `[32, SLICE]`; `[32, 8]`, equal for all warps."""
-    return gl.inline_asm_elementwise(_exchange(WHICH, MEMBERS), "=&f,=&f,=&f,=&f,f,f,f,f,r,r,r,r,r,r,r,r",
-                                     [gl.sum(gl.reshape(sums, [32, 8, 32]), 2), box, member], dtype=gl.float32,
-                                     is_pure=False, pack=4)
-
-
-@gluon.jit
-def _spread(total):
-    """`[32, 8]` numbers of rows to all columns `[32, SLICE]`."""
-    wide, _ = gl.broadcast(total[:, :, None], gl.zeros([32, 8, 32], gl.float32, BY_WARP))
-    return gl.convert_layout(gl.reshape(wide, [32, SLICE]), LAYOUT)
-
-
-@gluon.jit
-def _store_rows(out, total, top, rows):
-    row = top + gl.arange(0, 32, gl.SliceLayout(1, total.type.layout))
-    warp = gl.arange(0, 8, gl.SliceLayout(0, total.type.layout))
-    gl.store(out + row[:, None] + warp[None, :] * 0, total, mask=(row < rows)[:, None] & (warp == 0)[None, :])
+    """Sums of the 32 rows whose elements all members have summed in `sums` `[32, SLICE]`."""
+    total = gl.sum(sums, 1)
+    if MEMBERS > 1:
+        total = gl.inline_asm_elementwise(_exchange(WHICH, MEMBERS), "=&f,=&f,=&f,=&f,f,f,f,f,r,r,r,r,r,r,r,r",
+                                          [total, box, member], dtype=gl.float32, is_pure=False, pack=4)
+    return total
 
 
 @gluon.jit
@@ -204,24 +169,11 @@ def _squares(x, mean, first, width, PARTS: gl.constexpr, WHOLE: gl.constexpr, BA
     column = gl.arange(0, SLICE, gl.SliceLayout(0, LAYOUT))
     sums = gl.zeros([32, SLICE], gl.float32, LAYOUT)
     for part in gl.static_range(PARTS):
-        values = _wide(x[BASE + part].load(LAYOUT)) - mean
+        values = _wide(x[BASE + part].load(LAYOUT)) - mean[:, None]
         if not WHOLE:
             values = gl.where((first + part * SLICE + column < width)[None, :], values, 0.0)
         sums += values * values
     return sums
-
-
-@gluon.jit
-def _store_blocks(data, scale, scaled, exponent, top, rows, start, width, WHOLE: gl.constexpr):
-    row = gl.arange(0, 32, gl.SliceLayout(1, PAIRS))
-    pair = start // 2 + gl.arange(0, SLICE // 2, gl.SliceLayout(0, PAIRS))
-    mask = (top + row < rows)[:, None]
-    if not WHOLE:
-        mask = mask & (pair < width // 2)[None, :]
-    data = data.to(gl.pointer_type(gl.int16), bitcast=True)
-    gl.store(data + row[:, None] * (width // 2) + pair[None, :], scaled, mask=mask)
-    block = start // 32 + gl.arange(0, SLICE // 32, exponent.type.layout)
-    gl.store(scale + block, exponent.to(gl.uint8), mask=(block < gl.cdiv(width, 32)) & (top < rows))
 
 
 @gluon.jit
@@ -234,8 +186,8 @@ def _quantize_rows(x, mean, rstd, weight, bias, data, scale, top, rows, first, w
         column = start + gl.arange(0, SLICE, gl.SliceLayout(0, LAYOUT))
         y = _wide(x[BASE + part].load(LAYOUT))
         if CENTERED:
-            y = y - mean
-        y = y * rstd
+            y = y - mean[:, None]
+        y = y * rstd[:, None]
         if WEIGHT:
             y = y * gl.load(weight + column, mask=column < width, other=0.0).to(gl.float32)[None, :]
         if BIAS:
@@ -243,8 +195,16 @@ def _quantize_rows(x, mean, rstd, weight, bias, data, scale, top, rows, first, w
         mask = _live(top, rows, column, width, WHOLE)
         if CENTERED or BIAS:
             y = gl.where(mask, y, 0.0)
-        scaled, exponent = _quantized(y, x[0].dtype)
-        _store_blocks(data, scale, scaled, exponent, top, rows, start, width, WHOLE)
+        scaled, exponent = _quantized(y, x[BASE + part].dtype)
+        gl.store(data + _cells(start, width), scaled, mask=mask)
+        block = start // 32 + gl.arange(0, SLICE // 32, exponent.type.layout)
+        gl.store(scale + block, exponent.to(gl.uint8), mask=(block < gl.cdiv(width, 32)) & (top < rows))
+
+
+@gluon.jit
+def _store_rows(out, value, top, rows):
+    row = top + gl.arange(0, 32, value.type.layout)
+    gl.store(out + row, value, mask=row < rows)
 
 
 @gluon.jit(do_not_specialize=["rows"])
@@ -271,7 +231,9 @@ def _forward_mx(x_desc, r_desc, weight, bias, data, scale, total, mean_out, rstd
         tma.async_copy_global_to_shared(x_desc, at, ready[slot], x[slot])
         if RESIDUAL:
             tma.async_copy_global_to_shared(r_desc, at, ready[slot], r[slot])
-    box = gl.inline_asm_elementwise(_open(TILES * EACH, MEMBERS), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    box = 0
+    if MEMBERS > 1:
+        box = gl.inline_asm_elementwise(_open(TILES * EACH, MEMBERS), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     for tile in gl.static_range(TILES):
         block_row = (group + tile).to(gl.int64)
         top, base = (group + tile) * 32, block_row * 32 * width
@@ -282,13 +244,12 @@ def _forward_mx(x_desc, r_desc, weight, bias, data, scale, total, mean_out, rstd
             mean = squares / width
             if first == 0:
                 _store_rows(mean_out, mean, top, rows)
-            mean = _spread(mean)
             sums = _squares(x, mean, first, width, PARTS, WHOLE, tile * PARTS)
             squares = _totals(sums, box, member, tile * EACH + 1, MEMBERS)
         rstd = gl.rsqrt(squares / width + eps)
         if first == 0:
             _store_rows(rstd_out, rstd, top, rows)
-        _quantize_rows(x, mean, _spread(rstd), weight, bias, data + base, scale + block_row * gl.cdiv(width, 32), top,
+        _quantize_rows(x, mean, rstd, weight, bias, data + base, scale + block_row * gl.cdiv(width, 32), top,
                        rows, first, width, CENTERED, WEIGHT, BIAS, PARTS, WHOLE, tile * PARTS)
     for slot in gl.static_range(SLOTS):
         mbarrier.invalidate(ready[slot])
@@ -304,7 +265,7 @@ def _plan(slices: int, residual: bool) -> tuple[int, int, int]:
 
     What was fastest on an H200, but for more members than any GPU has to start together: then all are as large as fit.
     """
-    parts = min(2 if residual and slices <= 2 * MEMBERS else 4, 1 << (slices - 1).bit_length())
+    parts = min(2 if residual and slices <= 2 * CLUSTER else 4, 1 << (slices - 1).bit_length())
     return 2 if parts == 1 and not residual else 1, parts, -(-slices // parts)
 
 

@@ -38,8 +38,7 @@ def hopper(dim: int) -> list[dict]:
     jobs = []
     tables = (False, launch.STREAM), (True, launch.RESIDENT), (True, launch.RESIDENT_SHORT)
     for resident, (tile, depth, turns) in tables:
-        constants = {"BN": tile, "STAGES": depth, "RESIDENT": resident, "TURNS": turns, "FOLD": True,
-                     "MIXED": 1}
+        constants = {"BN": tile, "STAGES": depth, "RESIDENT": resident, "TURNS": turns, "FOLD": True}
         boxes = {"[kv]_desc": f"bf16[1,1,{tile},{dim}]", "*_desc": f"bf16[1,1,64,{dim}]"}
         jobs.append(("gluon_sm90:forward", boxes, constants))
     for keys, (tile, depth) in ((False, launch.GLUON_DQ), (True, launch.GLUON_DKDV)):
@@ -50,7 +49,7 @@ def hopper(dim: int) -> list[dict]:
                  "*_desc": f"bf16[1,1,64,{dim}]"}
         stages = dict(zip(("Q_STAGES", "G_STAGES"), launch.BACKWARD_STAGES, strict=True)) | {"FOLD": True}
         jobs += [("gluon_sm90_backward:backward", boxes,
-                  stages | {"OWNER": owner, "V_STAGES": 1 + owner, "MIXED": int(owner)}) for owner in (False, True)]
+                  stages | {"OWNER": owner, "V_STAGES": 1 + owner, "MIXED": owner}) for owner in (False, True)]
     return [job(f"opengem.kernels.gdpa.{name}", boxes | TYPES, constants | {"ACT": "gelu_tanh", "D": dim},
                 aligned=STRIDES, num_warps=4) for name, boxes, constants in jobs]
 
