@@ -238,15 +238,14 @@ def _forward_mx(x_desc, r_desc, weight, bias, data, scale, total, mean_out, rstd
         block_row = (group + tile).to(gl.int64)
         top, base = (group + tile) * 32, block_row * 32 * width
         sums = _sums(x, r, total + base, ready, top, rows, first, width, CENTERED, RESIDUAL, PARTS, WHOLE, tile * PARTS)
-        squares = _totals(sums, box, member, tile * EACH, MEMBERS)
-        mean = squares
+        joined = _totals(sums, box, member, tile * EACH, MEMBERS)
+        mean = joined / width
         if CENTERED:
-            mean = squares / width
             if first == 0:
                 _store_rows(mean_out, mean, top, rows)
             sums = _squares(x, mean, first, width, PARTS, WHOLE, tile * PARTS)
-            squares = _totals(sums, box, member, tile * EACH + 1, MEMBERS)
-        rstd = gl.rsqrt(squares / width + eps)
+            joined = _totals(sums, box, member, tile * EACH + 1, MEMBERS)
+        rstd = gl.rsqrt(joined / width + eps)
         if first == 0:
             _store_rows(rstd_out, rstd, top, rows)
         _quantize_rows(x, mean, rstd, weight, bias, data + base, scale + block_row * gl.cdiv(width, 32), top,
