@@ -5,7 +5,7 @@ import torch
 
 from opengem.kernels import backend
 from opengem.kernels.mx.op import quantize_mx
-from tests.kernels.aot import compile_ahead
+from tests.kernels.aot import assert_barriers_apart, compile_ahead
 from tests.kernels.interpret import DEVICE, DTYPES, GPU, capture, close_to, needs_kernels
 from tests.kernels.norm.test_op import OURS, leaves
 
@@ -157,9 +157,10 @@ def test_compiles_ahead_of_time_with_loads_under_way(kernel, constants, options)
 ])
 def test_gluon_compiles_ahead_of_time(constants):
     types = {"?_desc": "bf16[32,256]", "weight": "*fp32", "bias": "*fp32", "data": "*fp8e4nv", "scale": "*u8",
-             "total": "*bf16", "*_out": "*fp32", "shares": "*i64", "rows": "i32", "width": "i32", "eps": "fp32"}
+             "total": "*bf16", "*_out": "*fp32", "rows": "i32", "width": "i32", "eps": "fp32"}
     flags = {"CENTERED": False, "RESIDUAL": False, "WEIGHT": True, "BIAS": False}
     found = compile_ahead("opengem.kernels.norm.gluon_sm90:_forward_mx", types, flags | constants, aligned=("width",),
                           num_warps=8)
     assert "cp.async.bulk.tensor" in found["ptx"] and found["spill_bytes"] == 0
+    assert_barriers_apart(found)
     assert found["shared"] <= 227 * 1024 // 3 - 1024
