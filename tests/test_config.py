@@ -27,6 +27,7 @@ def test_json_round_trip_rebuilds_the_same_config():
         (lambda: ModelConfig(activation="gelo"), ["model.activation", "'gelo'", "gelu"]),
         (lambda: StreamConfig(attention="blok"), ["attention", "'blok'", "block"]),
         (lambda: StreamConfig(dim=0), ["model.streams[*].dim", "0", "at least 1"]),
+        (lambda: StreamConfig(taps=0), ["model.streams[*].taps", "0", "at least 1"]),
         (lambda: StreamConfig(dim=30, heads=4), ["dim", "30", "heads (4)", "128"]),
         # the time scale is checked although the time encoding is off
         (lambda: ModelConfig(time_encoding=False, time_scale_s=0.0), ["model.time_scale_s", "0.0", "above 0"]),

@@ -101,7 +101,8 @@ class GEM(nn.Module):
         self.config = config
         streams = self.stream_configs = {s.name: stream_config(config, s.name) for s in schema.streams}
         self.events = nn.ModuleDict({
-            s.name: EventTokenizer(s, features, config, embedding_dim, streams[s.name].dim) for s in schema.streams
+            s.name: EventTokenizer(s, features, config, embedding_dim, streams[s.name].dim, streams[s.name].taps)
+            for s in schema.streams
         })
         counts = sum(tokenizer.num_counts for tokenizer in self.events.values())
         self.features = FeatureTokenizer(features, counts, config, embedding_dim)
@@ -130,7 +131,7 @@ class GEM(nn.Module):
         states, counts = {}, []
         for name, tokenizer in self.events.items():
             config, view = self.stream_configs[name], tokenizer.view(batch)
-            counts.append(tokenizer.counts(view))
+            counts.append(tokenizer.counts(view, batch))
             log_gap = torch.log1p(view.gap / self.config.time_scale_s)
             angles = rotation(view.history, log_gap, config.dim // config.heads, positions=self.config.rope,
                               time=self.config.time_encoding)

@@ -3,7 +3,7 @@
 An event becomes [embeddings of its ids | knots of its numbers | action bits | match bits | similarities] -> MLP ->
 `[T, d]`. A sample's features become `num_feature_tokens` tokens `[B, n, d]`. Matching compares an event with the
 candidate: same product, same category, similar embeddings; how often and how lately the ids were equal in the whole
-visible history are numbers among the features.
+visible history are numbers among the features. With `taps` the MLP sees the events just before as well.
 Read `attention.py` and `interaction.py` next.
 """
 
@@ -84,6 +84,15 @@ class NumberEncoding(nn.Module):
         return 2 * rows * (self.curve.numel() + self.slope.numel())
 
 
+def add_taps(x: Tensor, position: Tensor, taps: int) -> Tensor:
+    """The sum of a causal convolution over events, `[T, taps * d]` to `[T, d]`: of each event the first d columns, of
+    the event before it the next d, and so on; nothing where the sample has no such event. position: `[T]`."""
+    own, *before = x.chunk(taps, 1)
+    for back, part in enumerate(before, 1):
+        own = own + part.roll(back, 0).masked_fill((position < back)[:, None], 0)
+    return own
+
+
 @dataclass(frozen=True)
 class EventView:
     """The visible events of one stream: timestamps with their offsets, sample and position of each event (int64 `[T]`),
@@ -97,14 +106,19 @@ class EventView:
 
 
 class EventTokenizer(nn.Module):
-    """Events of one stream to tokens: Jagged `[T, dim]`, T the visible events of all samples."""
+    """Events of one stream to tokens: Jagged `[T, dim]`, T the visible events of all samples.
+
+    taps: events that enter a token, itself and those just before it in the history. The first layer is then a short
+    causal convolution, as in Caser (arXiv 1809.07426) and Hyena (arXiv 2302.10866): what attention would need many
+    steps to learn, that an event follows another, is there from the start.
+    """
 
     STEP = 1.0  # knots of an event's numbers; the first layer draws the curves
 
     def __init__(self, stream: Stream, features: list[Feature], config: ModelConfig, embedding_dim: int,
-                 dim: int) -> None:
+                 dim: int, taps: int = 1) -> None:
         super().__init__()
-        self.stream = stream
+        self.stream, self.taps = stream, taps
         self.pairs = matches(stream, features) if config.match else []
         self.ids, self.bits = attribute_kinds(stream, "id"), attribute_kinds(stream, "bits")
         paired = torch.tensor([[a == b for b, _ in self.pairs] for a in self.ids])
@@ -115,20 +129,21 @@ class EventTokenizer(nn.Module):
         numbers = (len(self.dense) + 2) * hats(torch.zeros(()), self.STEP).shape[0]
         numbers += sum(a.rows for a in self.bits) + 2 * len(self.pairs)
         self.padding = -numbers % 8  # matrix products of any other width are several times slower
-        self.lift = nn.Linear(len(self.ids) * embedding_dim, dim, bias=False)
-        self.inner = nn.Linear(numbers + self.padding, dim)
+        self.lift = nn.Linear(len(self.ids) * embedding_dim, taps * dim, bias=False)
+        self.inner = nn.Linear(numbers + self.padding, taps * dim)
         self.outer = nn.Linear(dim, dim)
 
-    def view(self, batch: Batch) -> EventView:
-        """The stream's visible events as this tokenizer needs them."""
-        history = batch.sequences[f"{self.stream.name}.timestamp"]
+    def view(self, batch: Batch, part: str = "") -> EventView:
+        """The stream's visible events as this tokenizer needs them; part "counted.": those before them."""
+        history = batch.sequences[f"{self.stream.name}.{part}timestamp"]
         row = history.row_to_sample
         position = torch.arange(row.shape[0], device=row.device) - history.offsets[row]
         gap = (batch.timestamps[row] - history.values).clamp(min=0).float()
         match = gap.new_zeros(gap.shape[0], 0)
         if self.pairs:
             wanted = torch.stack([batch.features[f.name] for _, f in self.pairs], 1)
-            match = torch.stack([self.column(batch, a) for a, _ in self.pairs], 1).eq(wanted[row]).float()
+            found = [batch.sequences[f"{self.stream.name}.{part}{a.name}"].values for a, _ in self.pairs]
+            match = torch.stack(found, 1).eq(wanted[row]).float()
         return EventView(history, row, position, gap, match)
 
     def column(self, source: Batch | Embedded, attribute: Feature) -> Tensor:
@@ -142,6 +157,8 @@ class EventTokenizer(nn.Module):
         hidden = self.inner(torch.cat(numbers, 1))
         lift = self.lift.weight.T.to(hidden.dtype)
         hidden.addmm_(vectors.to(hidden.dtype), lift)  # in place: else it is copied first
+        if self.taps > 1:
+            hidden = add_taps(hidden, view.position, self.taps)
         return view.history.with_values(self.outer(F.gelu(hidden)))
 
     @torch.no_grad()
@@ -167,12 +184,16 @@ class EventTokenizer(nn.Module):
         return jagged_dense_bmm(vectors, spread.flatten(1, 2), history.offsets, max_length=history.max_length)
 
     @torch.no_grad()
-    def counts(self, view: EventView) -> Tensor:
-        """float32 `[B, num_counts]`: log(1 + events), then log(1 + matches) of each pair, plain and decayed."""
-        weights = torch.exp2(view.gap[:, None] * self.decay)
-        terms = (view.match[:, :, None] * weights[:, None, :]).flatten(1)  # [T, pairs * decays]
-        fixed = F.pad(terms * _FIXED_POINT, (1, 0), value=_FIXED_POINT).round().long()  # in front every event counts
-        sums = fixed.new_zeros(view.history.batch_size, self.num_counts).index_add_(0, view.row, fixed)
+    def counts(self, view: EventView, batch: Batch) -> Tensor:
+        """float32 `[B, num_counts]`: log(1 + events), then log(1 + matches) of each pair, plain and decayed; over the
+        visible events and, where the batch has them, those before."""
+        sums = view.row.new_zeros(view.history.batch_size, self.num_counts)
+        older = [self.view(batch, "counted.")] if f"{self.stream.name}.counted.timestamp" in batch.sequences else []
+        for part in [view, *older]:
+            weights = torch.exp2(part.gap[:, None] * self.decay)
+            terms = (part.match[:, :, None] * weights[:, None, :]).flatten(1)  # [T, pairs * decays]
+            fixed = F.pad(terms * _FIXED_POINT, (1, 0), value=_FIXED_POINT).round().long()  # in front all events count
+            sums.index_add_(0, part.row, fixed)
         return torch.log1p(sums.double() / _FIXED_POINT).float()
 
     @property

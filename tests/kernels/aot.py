@@ -61,6 +61,26 @@ def assert_on_tensor_cores(found: dict, spill_bytes: int = 0) -> None:
     assert found["spill_bytes"] <= spill_bytes and found["shared"] <= SHARED_LIMIT, rest
 
 
+def barriers(ptx: str) -> list[int]:
+    """Where in shared memory barriers are made, lowest first."""
+    places, found = {}, []
+    for line in ptx.splitlines():  # in order: every function numbers its registers anew
+        if move := re.search(r"mov\.b32\s+(%r\d+), global_smem;", line):
+            places[move[1]] = 0
+        elif add := re.search(r"add\.s32\s+(%r\d+), (%r\d+), (\d+);", line):
+            places[add[1]] = places.get(add[2], 0) + int(add[3])
+        elif made := re.search(r"mbarrier\.init\S+ \[(%r\d+|global_smem)(?:\+(\d+))?\]", line):
+            found.append(places.get(made[1], 0) + int(made[2] or 0))
+    return sorted(found)
+
+
+def assert_barriers_apart(found: dict) -> None:
+    """Every barrier beside the others. The compiler gives the memory of one that nobody waits for to a tile; the SM, which
+    holds barriers in a cache of its own, writes it back over the tile when another process takes its turn."""
+    places = barriers(found["ptx"])
+    assert places and all(after - before <= 64 for before, after in zip(places, places[1:], strict=False)), places
+
+
 def _first_fit(patterns: dict[str, str], name: str) -> str:
     return next(kind for pattern, kind in patterns.items() if fnmatchcase(name, pattern))
 

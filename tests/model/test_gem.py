@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import opengem.efficiency.counting  # noqa: F401 (products that are added in place count)
 from opengem.config import StreamConfig
 from opengem.data.schema import Feature, Label, Schema
 from opengem.errors import UserError
@@ -16,6 +17,9 @@ from opengem.model.gem import GEM, stream_config
 from tests.model.sample import EMBEDDING_DIM, FEATURES, NOW, SCHEMA, SMALL, embed, make_batch, take
 
 LENGTHS = {"buy": [3, 0, 9, 64, 1, 0], "view": [0, 0, 5, 7, 2, 64]}
+
+
+TAPS = replace(SMALL, streams=tuple(replace(stream, taps=3) for stream in SMALL.streams))
 
 
 def model(config=SMALL, schema=SCHEMA, features=None) -> GEM:
@@ -42,9 +46,10 @@ def test_one_finite_logit_a_label_and_sample():
         assert value.shape == (6,) and value.dtype == torch.float32 and value.isfinite().all()
 
 
-def test_a_sample_alone_gives_the_logits_it_gives_in_a_batch():
+@pytest.mark.parametrize("config", [SMALL, TAPS], ids=["plain", "taps"])
+def test_a_sample_alone_gives_the_logits_it_gives_in_a_batch(config):
     """K8: nothing is scaled or normalised by batch mates."""
-    batch, gem = make_batch(LENGTHS), opened(model())
+    batch, gem = make_batch(LENGTHS), opened(model(config))
     together = gem(batch, embed(batch))
     assert together["click"].std() > 1e-3
     for index in range(batch.batch_size):
@@ -65,9 +70,10 @@ def test_max_length_sizes_buffers_and_never_enters_the_result():
 
 @pytest.mark.parametrize("lengths", [LENGTHS, {"buy": [0, 0], "view": [0, 0]}, {"buy": [], "view": []}])
 @pytest.mark.parametrize("schedule", ["GS", "F", "G"])
-def test_every_gradient_is_there_and_finite(lengths, schedule, poisoned_empty):
+@pytest.mark.parametrize("config", [SMALL, TAPS], ids=["plain", "taps"])
+def test_every_gradient_is_there_and_finite(lengths, schedule, config, poisoned_empty):
     """Empty histories and an empty batch are ordinary; no parameter is left out of the graph (FSDP needs it)."""
-    gem = model(replace(SMALL, schedule=schedule, layers=3))
+    gem = model(replace(config, schedule=schedule, layers=3))
     batch = make_batch(lengths)
     embedded = embed(batch)
     sum(value.sum() for value in gem(batch, embedded).values()).backward()
@@ -90,9 +96,10 @@ def test_the_history_and_the_candidate_matter():
 
 @pytest.mark.parametrize("schedule", ["GS", "FS", "G"])
 @pytest.mark.parametrize("lengths", [LENGTHS, {"buy": [64] * 3, "view": [64] * 3}, {"buy": [0], "view": [0]}])
-def test_flops_equal_what_pytorch_counts(schedule, lengths):
+@pytest.mark.parametrize("config", [SMALL, TAPS], ids=["plain", "taps"])
+def test_flops_equal_what_pytorch_counts(schedule, lengths, config):
     """M2: window and block attention count what their mask lets through, on the real lengths."""
-    gem = model(replace(SMALL, schedule=schedule))
+    gem = model(replace(config, schedule=schedule))
     batch = make_batch(lengths)
     embedded = embed(batch)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
@@ -163,8 +170,9 @@ def test_parts_of_the_config_switch_off():
         assert gem.num_parameters() < model().num_parameters()
 
 
-def test_bfloat16_autocast_agrees_with_float32():
-    batch, gem = make_batch(LENGTHS), opened(model())
+@pytest.mark.parametrize("config", [SMALL, TAPS], ids=["plain", "taps"])
+def test_bfloat16_autocast_agrees_with_float32(config):
+    batch, gem = make_batch(LENGTHS), opened(model(config))
     exact = gem(batch, embed(batch))
     with torch.autocast("cpu", torch.bfloat16):
         rough = gem(batch, embed(batch))
@@ -173,8 +181,9 @@ def test_bfloat16_autocast_agrees_with_float32():
         torch.testing.assert_close(rough[name], exact[name], atol=0.15, rtol=0.15)
 
 
-def test_compiled_model_agrees():
-    batch, gem = make_batch(LENGTHS), opened(model())
+@pytest.mark.parametrize("config", [SMALL, TAPS], ids=["plain", "taps"])
+def test_compiled_model_agrees(config):
+    batch, gem = make_batch(LENGTHS), opened(model(config))
     wanted = gem(batch, embed(batch))
     torch._dynamo.reset()
     compiled = torch.compile(gem, backend="aot_eager")

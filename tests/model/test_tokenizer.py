@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
+import pytest
 import torch
 
 from opengem.jagged import Jagged
@@ -12,6 +14,7 @@ from opengem.model.tokenizer import (
     EventTokenizer,
     FeatureTokenizer,
     NumberEncoding,
+    add_taps,
     hats,
     matches,
     place,
@@ -23,13 +26,13 @@ LENGTHS = {"buy": [5, 0, 40, 1], "view": [2, 3, 0, 0]}
 BUY = SCHEMA.stream("buy")
 
 
-def tokenizer(stream=BUY) -> EventTokenizer:
-    return EventTokenizer(stream, FEATURES, SMALL, EMBEDDING_DIM, 16)
+def tokenizer(stream=BUY, taps=1) -> EventTokenizer:
+    return EventTokenizer(stream, FEATURES, SMALL, EMBEDDING_DIM, 16, taps)
 
 
 def counts_of(batch, stream=BUY):
     module = tokenizer(stream)
-    return module.counts(module.view(batch))
+    return module.counts(module.view(batch), batch)
 
 
 def test_bits_of_a_mask():
@@ -61,6 +64,20 @@ def test_counts_are_those_of_a_loop():
         wanted = [math.log1p(len(days)), *[math.log1p(c) for c in plain_and_decayed]]
         got = [float(counts[b, 0]), *counts[b, 6:].tolist()]
         torch.testing.assert_close(torch.tensor(got), torch.tensor(wanted), atol=1e-4, rtol=1e-4)
+
+
+def test_events_that_are_only_counted_count_like_visible_ones():
+    whole, parts = make_batch(LENGTHS), {}
+    history = whole.sequences["buy.timestamp"]
+    older = (torch.arange(history.values.shape[0]) - history.offsets[history.row_to_sample]) < 3
+    for name, x in whole.sequences.items():
+        if name.startswith("buy."):
+            for part, kept in (("", ~older), ("counted.", older)):
+                sizes = torch.bincount(history.row_to_sample[kept], minlength=4)
+                parts[name.replace("buy.", f"buy.{part}")] = Jagged.from_lengths(x.values[kept], sizes, 64)
+    split = dataclasses.replace(whole, sequences=whole.sequences | parts)
+    assert torch.equal(counts_of(split), counts_of(whole))
+    assert split.sequences["buy.timestamp"].lengths.tolist() == [2, 0, 37, 0]
 
 
 def test_counts_are_bitwise_the_same_in_any_batch():
@@ -103,6 +120,53 @@ def test_event_tokens_keep_the_offsets():
     events = module(batch, embed(batch), view)
     assert isinstance(events, Jagged) and events.values.shape == (46, 16)
     assert events.offsets is view.history.offsets and (view.gap >= 0).all()
+
+
+@pytest.mark.parametrize("taps", [1, 2, 3, 5])
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0], [1], [2, 0, 1, 3], [0, 1, 5, 4, 0, 9]])
+def test_taps_are_a_causal_convolution_of_each_sample(lengths, taps):
+    """Samples shorter than the taps, empty ones and no samples at all; what lies before a sample weighs nothing."""
+    history = Jagged.from_lengths(torch.randn(sum(lengths), taps * 2), torch.tensor(lengths, dtype=torch.int64))
+    x = history.values.requires_grad_()
+    got = add_taps(x, history.positions, taps)
+    weight = torch.randn_like(got)
+    (got * weight).sum().backward()
+    wanted, gradient, start = torch.zeros_like(got), torch.zeros_like(x), 0
+    for length in lengths:
+        for i in range(length):
+            for back in range(min(taps, i + 1)):
+                columns = slice(2 * back, 2 * back + 2)
+                wanted[start + i] += x.detach()[start + i - back, columns]
+                gradient[start + i - back, columns] = weight[start + i]
+        start += length
+    torch.testing.assert_close(got, wanted)
+    assert torch.equal(x.grad, gradient)
+
+
+def test_an_event_sees_as_many_before_it_as_there_are_taps_and_none_of_another_sample():
+    batch, module = make_batch(LENGTHS), tokenizer(taps=3)
+    embedded = embed(batch)
+    events = module(batch, embedded, module.view(batch))
+    events.values[5 + 7].sum().backward()  # event 7 of the third sample
+    seen = embedded.sequences["buy.product"].values.grad.abs().sum(1).nonzero().flatten()
+    assert seen.tolist() == [10, 11, 12]
+    other = embed(batch)
+    module(batch, other, module.view(batch)).values[6].sum().backward()  # event 1 of the same sample
+    assert other.sequences["buy.product"].values.grad.abs().sum(1).nonzero().flatten().tolist() == [5, 6]
+
+
+def test_one_tap_is_the_event_alone():
+    batch, module = make_batch(LENGTHS), tokenizer(taps=3)
+    alone, dim = tokenizer(), 16
+    alone.outer = module.outer
+    with torch.no_grad():
+        alone.lift.weight.copy_(module.lift.weight[:dim])
+        alone.inner.weight.copy_(module.inner.weight[:dim])
+        alone.inner.bias.copy_(module.inner.bias[:dim])
+    first = torch.tensor([0, 5, 45])  # the first events of the samples have nothing before them
+    a, b = (m(batch, embed(batch), m.view(batch)).values for m in (alone, module))
+    torch.testing.assert_close(a[first], b[first])
+    assert not torch.allclose(a, b)
 
 
 def test_feature_tokens_have_the_configured_number():
