@@ -23,22 +23,18 @@ class _Compiled:
 
     @property
     def run(self):
-        return _Run(self)
-
-    def __getitem__(self, grid):
-        return lambda *arguments: self.given.append((grid, arguments))
+        return _Run(self.given)
 
 
 class _Run:
     global_scratch_size, profile_scratch_size = 16, 0
 
-    def __init__(self, compiled):
-        self.compiled = compiled
+    def __init__(self, given):
+        self.given = given
 
     def __call__(self, x, y, z, stream, function, facts, launched, entered, left, *arguments):
-        assert (stream, function, launched, entered, left) == (17, 4711, None, None, None)
-        assert facts == self.compiled.packed_metadata
-        self.compiled.given.append(((x, y, z), arguments))
+        assert (stream, function, facts, launched, entered, left) == (17, 4711, (4, 1, 0), None, None, None)
+        self.given.append(((x, y, z), arguments))
 
 
 class _Kernel:
@@ -81,6 +77,43 @@ def test_another_key_or_constant_is_bound_again(change, device):
     launch.launch(**first)
     launch.launch(**first | change)
     assert kernel.bound == 2 and not kernel.compiled.given
+
+
+class _Clustered:
+    """A kernel, and what it is compiled to before its first launch; `told` is what each launch says of its programs."""
+
+    function, packed_metadata, metadata = 4711, (8, 1, 1024), SimpleNamespace(num_warps=8, shared=1024)
+    src = SimpleNamespace(signature={"x_ptr": "*bf16"})
+
+    def __init__(self):
+        self.bound, self.told = 0, []
+
+    def warmup(self, *arguments, grid, num_warps, num_stages):
+        self.bound += 1
+        return self
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.told.append(self.packed_metadata)
+
+    @property
+    def run(self):
+        def run(x, y, z, stream, function, facts, *arguments):
+            self.told.append(facts)
+
+        run.global_scratch_size, run.profile_scratch_size = 16, 0
+        return run
+
+
+def test_programs_of_a_cluster_are_told_to_the_launcher(device):
+    kernel = _Clustered()
+    for key in ("key", "key", None, None):
+        launch.launch(kernel, (5, 1, 1), key, ("x",), (64,), warps=8, cluster=4)
+    assert kernel.told == 4 * [(8, 4, 1024)] and kernel.bound == 3
+
+
+def test_this_triton_launches_clusters():
+    pytest.importorskip("triton")
+    assert launch.has_clusters()
 
 
 def test_another_current_device_is_bound_again(device):
@@ -133,29 +166,6 @@ def test_the_launcher_is_given_what_triton_gives_it(described, monkeypatch):
     run(7, 1, 1, 17, 4711, (4, 1, 0), None, None, None, *boxes, x, 5, 64)
     launch._starter(compiled)((7, 1, 1), 17, (*boxes, x, 5), (64,))
     assert len(given) == 2 and len(given[0]) == 16 + 5 * described and repr(given[0]) == repr(given[1])
-class _Clustered(_Kernel):
-    """The same, compiled before it is launched."""
-
-    def __init__(self):
-        super().__init__()
-        self.compiled.metadata = SimpleNamespace(num_warps=8, shared=1024)
-
-    def warmup(self, *arguments, grid, num_warps, num_stages):
-        self.bound += 1
-        return self.compiled
-
-
-def test_programs_of_a_cluster_are_told_to_the_launcher(device):
-    kernel = _Clustered()
-    for key in ("key", "key", None, None):
-        launch.launch(kernel, (5, 1, 1), key, ("x",), (64,), warps=8, cluster=4)
-    assert kernel.compiled.packed_metadata == (8, 4, 1024)
-    assert kernel.compiled.given == 4 * [((5, 1, 1), ("x", 64))] and kernel.bound == 3
-
-
-def test_this_triton_launches_clusters():
-    pytest.importorskip("triton")
-    assert launch.has_clusters()
 
 
 def test_alignment():
