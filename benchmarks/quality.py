@@ -1,6 +1,7 @@
 """Quality on a data set, seed by seed, beside the baselines of the same rows.
 
     python -m benchmarks.quality --data DIR --recipe small --seeds 0 1 2 --features none all --out FILE.jsonl
+    python -m benchmarks.quality ... --history 64 --set optim.lr=2e-3 sparse.lr=0.5     and the rows' `impl` says so
 
 Each (features, seed) is trained once, scored strictly (the model as it was when training ended) and progressively (each
 batch is predicted, then learned from), and appended as rows of `op = "quality"`. The last lines printed are mean and
@@ -24,9 +25,10 @@ import tyro
 from benchmarks.run import environment as gpu_environment
 from opengem import baselines
 from opengem.cli import load_recipe
-from opengem.config import Config
+from opengem.config import Config, StreamConfig, from_json, to_json
 from opengem.data.labels import base_rates
 from opengem.data.schema import Schema
+from opengem.errors import UserError
 from opengem.evaluate import evaluate_split
 from opengem.job import open_run
 from opengem.runlog import environment
@@ -43,6 +45,10 @@ class Arguments:
     seeds: tuple[int, ...] = (0, 1, 2)
     features: tuple[Literal["none", "all"], ...] = ("none", "all")
     """optional features as inputs: none of them, or all"""
+    history: int = 0
+    """newest events of every stream that are looked up; those before are only counted (0: as the recipe says)"""
+    set: tuple[str, ...] = ()
+    """other fields of the recipe, as section.field=value"""
     split: str = "test"
     baselines: bool = True
 
@@ -57,16 +63,42 @@ def main(arguments: Arguments) -> None:
     for features in arguments.features:
         for seed in arguments.seeds:
             config = _config(arguments, features, seed)
-            _one(config, arguments, schema, f"{arguments.recipe}, {features} optional features", seed, facts)
+            _one(config, arguments, schema, _name(arguments, features), seed, facts)
     rows = [json.loads(line) for line in arguments.out.read_text().splitlines()] if arguments.out.is_file() else []
     print("\n".join(_summary([row for row in rows if row["case"] == schema.name])))
 
 
+def _name(arguments: Arguments, features: str) -> str:
+    history = [f"histories of {arguments.history}"] if arguments.history else []
+    return ", ".join([arguments.recipe, f"{features} optional features", *history, *arguments.set])
+
+
 def _config(arguments: Arguments, features: str, seed: int) -> Config:
-    config = load_recipe(arguments.recipe)
+    config = changed(load_recipe(arguments.recipe), arguments.set)
     optional = ("*",) if features == "all" else ()
     data = replace(config.data, optional_features=optional, eval_splits=(arguments.split,))
+    if arguments.history:
+        streams = tuple(_shorter(stream, arguments.history) for stream in config.model.streams)
+        config = replace(config, model=replace(config.model, streams=streams))
     return replace(config, data=data, train=replace(config.train, seed=seed, progress=False, save_every=0))
+
+
+def _shorter(stream: StreamConfig, length: int) -> StreamConfig:
+    """The same events in sight, `length` of them looked up."""
+    return replace(stream, max_length=length, counted=max(0, stream.max_length + stream.counted - length))
+
+
+def changed(config: Config, fields: tuple[str, ...]) -> Config:
+    """`config` with fields set, each given as "section.field=value". UserError for one that does not exist or fit."""
+    raw = json.loads(to_json(config))
+    for text in fields:
+        name, _, value = text.partition("=")
+        section, _, field = name.partition(".")
+        try:
+            raw.setdefault(section, {})[field] = json.loads(value)
+        except (json.JSONDecodeError, TypeError) as error:
+            raise UserError(f"--set {text}: wanted section.field=value, the value as JSON") from error
+    return from_json(json.dumps(raw), "--set")
 
 
 def _one(config: Config, arguments: Arguments, schema: Schema, name: str, seed: int, facts: dict) -> None:

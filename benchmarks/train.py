@@ -34,7 +34,7 @@ from opengem.data.schema import Schema
 from opengem.efficiency import profile
 from opengem.errors import UserError
 from opengem.jagged import Jagged
-from opengem.job import Job, build
+from opengem.job import Job, Step, build
 from opengem.kernels import backend
 from opengem.loss import Meter
 from opengem.metrics import entropy
@@ -84,6 +84,7 @@ def only(techniques: tuple[str, ...]) -> Iterator[None]:
                 stack.enter_context(patch.object(module, name, off[name]))
         if "sparse" not in techniques:
             stack.enter_context(patch.dict(backend.TABLE, {"sparse_lookup": ()}))
+        stack.enter_context(torch._dynamo.config.patch(recompile_limit=64))  # a compiled layer meets many shapes
         yield
 
 
@@ -104,8 +105,7 @@ def run(out: Path | None, ladder: bool, rungs: tuple[str, ...] = (), samples: in
         synthetic.build(Path(folder) / "data", **STREAM)
         for rung in chosen:
             techniques = tuple(r.technique for r in LADDER[: LADDER.index(rung) + 1])
-            with torch._dynamo.config.patch(recompile_limit=64):
-                row = measure(config, Path(folder) / "data", techniques, samples, batch, where)
+            row = measure(config, Path(folder) / "data", techniques, samples, batch, where)
             if rung.technique == "baseline":
                 torch._dynamo.reset()  # its compiled layers hold on to their parameters
             gc.collect()
@@ -223,81 +223,83 @@ def describe(row: dict) -> str:
     return text + (f"  {row['peak_gib']:.0f} GiB" if row["peak_gib"] is not None else "")
 
 
-def overhead(out: Path | None, *_, config: Config | None = None, rounds: int = 6, steps: int = 20,
-             device: str = "cuda") -> list[dict]:
+def overhead(out: Path | None, *_, config: Config | None = None, rounds: int = 8, steps: int = 20,
+             repeats: int = 200, device: str = "cuda") -> list[dict]:
     """What always-on logging costs in the training loop of `train.py`, by two measures.
 
-    `at_most`: the time of its calls, each with an idle device before it and waited for after it, over the time of the
-    loop without a log; so every microsecond counts as if nothing ran beside it. `share`: loops of `steps` steps with
-    the log (a line at the last step, as a run writes one every 20) and without it in turns, mean of the paired
-    differences over that time, and its standard error. The small recipe, whose steps are short, at its batch size.
+    `calls_us`: microseconds of each of its calls by itself, the device idle before it and waited for after it, so that
+    all of it counts as if nothing ran beside it; `at_most`: what they come to a step, over the time of a step without
+    a log. `share`: loops of `steps` steps without and with the log (a line at the last step, as a run writes one every
+    20) in turns, median of the paired differences over that time. The small recipe at its batch size.
     """
     where, config = _device(device), config or small.recipe()
     law = {"lengths": "lognormal(512)", "max_length": 1024, "streams": 2}
-    alone = _Alone(where)
     with tempfile.TemporaryDirectory() as folder:
         synthetic.build(Path(folder) / "data", users=2000, samples=8 * config.data.batch_size, **law)
         job = job_of(config, Path(folder) / "data", where, compiled=False)
         host = list(islice(job.loader(Path(folder) / "data", "train", training=True), 3))
-        progress = Progress.of(job)
         with RunLog(Path(folder) / "run", to_json(config), 0, steps, progress=False) as log:
-            _loop(job, host, min(steps, 5), progress, log, alone)  # compilation
-            alone.seconds = 0.0
-            _loop(job, host, steps, progress, log, alone)
-            pairs = [[_loop(job, host, steps, progress, log, call) for call in (_no_call, _call)]
-                     for _ in range(rounds)]
-    without = statistics.mean(first for first, _ in pairs)
+            logged = _Logged(job, host, log)
+            logged.loop(min(steps, 5), True)  # compilation, and the FLOPs of every length
+            calls = logged.calls(repeats, max(1, repeats // steps))
+            pairs = [[logged.loop(steps, on) for on in (False, True)] for _ in range(rounds)]
+    without = statistics.median(first for first, _ in pairs)
     shares = [(second - first) / without for first, second in pairs]
-    row = {"op": "train", "case": "logging_overhead", "impl": "opengem", "peer": None,
-           "at_most": alone.seconds / without, "share": statistics.mean(shares),
-           "share_error": statistics.stdev(shares) / len(shares) ** 0.5 if rounds > 1 else None,
-           "step_ms": 1e3 * without / steps, "loops_s": pairs, "batch": host[0].batch_size}  # fmt: skip
+    row = {"op": "train", "case": "logging_overhead", "impl": "opengem", "peer": None, "calls_us": calls,
+           "at_most": (steps * (calls["count"] + calls["add"]) + calls["line"]) / 1e6 / without,
+           "share": statistics.median(shares), "shares": shares, "step_ms": 1e3 * without / steps, "loops_s": pairs,
+           "steps": steps, "repeats": repeats, "batch": host[0].batch_size}  # fmt: skip
     row |= environment(where) if where.type == "cuda" else {"gpu": "cpu"}
-    record(row, f"logging costs at most {row['at_most']:.2%} of a step of {row['step_ms']:.1f} ms; "
-                f"{rounds} pairs of loops differ by {row['share']:.2%} +- {row['share_error'] or 0:.2%}", out)
+    each = ", ".join(f"{name} {us:.0f} us" for name, us in calls.items())
+    record(row, f"logging costs at most {row['at_most']:.2%} of a step of {row['step_ms']:.1f} ms ({each}); {rounds} "
+                f"pairs of loops differ by {row['share']:.2%}, from {min(shares):.2%} to {max(shares):.2%}", out)
     return [row]
 
 
-def _call(logging: Callable[[], None]) -> None:
-    logging()
+class _Logged:
+    """A training loop on batches that lie on the host, and the calls of logging in it."""
 
+    def __init__(self, job: Job, host: list[Batch], log: RunLog) -> None:
+        self.job, self.host, self.log, self.progress = job, host, log, Progress.of(job)
+        self.rates = dict.fromkeys((label.name for label in job.schema.labels), 0.1)
+        self.wait = torch.cuda.synchronize if job.device.type == "cuda" else lambda: None
 
-def _no_call(logging: Callable[[], None]) -> None:
-    pass
-
-
-class _Alone:
-    """Makes the calls of logging one by one with an idle device before and after, and sums their seconds."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-        self.seconds = 0.0
-
-    def __call__(self, logging: Callable[[], None]) -> None:
+    def loop(self, steps: int, logging: bool) -> float:
+        """Seconds of `steps` training steps."""
+        job = self.job
         self.wait()
         start = time.perf_counter()
-        logging()
+        for on_host in islice(cycle(self.host), steps):
+            if logging:
+                self.progress.count(on_host)
+            batch = on_host.to(job.device, non_blocking=True)
+            logits = job.forward(batch)
+            loss = job.loss(logits, batch)
+            if logging:
+                self.progress.add(logits, batch)
+            step = job.learn(loss)
+        if logging:
+            self.line(step, batch)
         self.wait()
-        self.seconds += time.perf_counter() - start
+        return time.perf_counter() - start
 
+    def line(self, step: Step, batch: Batch) -> None:
+        self.job.embeddings.check()
+        self.log.write(self.progress.line(self.job, step, batch, self.rates))
 
-def _loop(job: Job, host: list[Batch], steps: int, progress: Progress, log: RunLog,
-          call: Callable[[Callable[[], None]], None]) -> float:
-    """Seconds of `steps` training steps; `call` makes the calls of logging, or does not."""
+    def calls(self, repeats: int, lines: int) -> dict[str, float]:
+        """Mean microseconds of each call alone."""
+        batch = self.host[0].to(self.job.device)
+        logits = self.job.forward(batch)
+        step = self.job.learn(self.job.loss(logits, batch))
+        every = {"count": (partial(self.progress.count, self.host[0]), repeats),
+                 "add": (partial(self.progress.add, logits, batch), repeats),
+                 "line": (partial(self.line, step, batch), lines)}  # fmt: skip
+        return {name: statistics.mean(map(self._alone, [call] * times)) for name, (call, times) in every.items()}
 
-    def line() -> None:
-        job.embeddings.check()
-        log.write(progress.line(job, step, batch, dict.fromkeys((x.name for x in job.schema.labels), 0.1)))
-
-    start = time.perf_counter()
-    for on_host in islice(cycle(host), steps):
-        call(partial(progress.count, on_host))
-        batch = on_host.to(job.device, non_blocking=True)
-        logits = job.forward(batch)
-        loss = job.loss(logits, batch)
-        call(partial(progress.add, logits, batch))
-        step = job.learn(loss)
-    call(line)
-    if job.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+    def _alone(self, call: Callable[[], None]) -> float:
+        self.wait()
+        start = time.perf_counter()
+        call()
+        self.wait()
+        return 1e6 * (time.perf_counter() - start)

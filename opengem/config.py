@@ -108,6 +108,8 @@ class StreamConfig:
     name: str = "*"
     max_length: int = 128
     """newest events that are kept"""
+    counted: int = 0
+    """events before those that still count where their ids are the candidate's; they are not looked up"""
     dim: int = 64
     """token width of this stream"""
     heads: int = 2
@@ -123,7 +125,8 @@ class StreamConfig:
 
     def __post_init__(self) -> None:
         name = f"model.streams[{self.name}]"
-        for part, low in {"max_length": 1, "dim": 1, "layers": 0, "window": 1, "heads": 1, "taps": 1}.items():
+        at_least = {"max_length": 1, "counted": 0, "dim": 1, "layers": 0, "window": 1, "heads": 1, "taps": 1}
+        for part, low in at_least.items():
             _at_least(f"{name}.{part}", getattr(self, part), low)
         _one_of(f"{name}.attention", self.attention, ATTENTION)
         even, rule = self.dim % (2 * self.heads) == 0, f"must be heads ({self.heads}) times an even head width"

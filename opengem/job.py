@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -149,6 +150,7 @@ class Job:
             world_size=mesh.world_size(),
             seed=self.config.train.seed,
             events=self.events,
+            counted={s.name: stream_config(self.config.model, s.name).counted for s in self.schema.streams},
         )
         self.events = loader.events
         return loader
@@ -165,7 +167,8 @@ class Job:
     def _fits(self) -> str:
         """What must be alike for a checkpoint to mean the same here, beyond the shapes of its tensors."""
         model, inputs = self.config.model, input_features(self.schema, self.config.data)
-        streams = [replace(stream_config(model, s.name), name=s.name, max_length=1) for s in self.schema.streams]
+        lengths = {"max_length": 1, "counted": 0}
+        streams = [replace(stream_config(model, s.name), name=s.name, **lengths) for s in self.schema.streams]
         shape = list(self.model.state_dict()), replace(model, streams=()), streams
         return repr((*shape, self.schema.streams, inputs, self.schema.labels))
 
@@ -232,7 +235,7 @@ def open_run(run: Path, data: Path) -> Job:
     newest = checkpoint.find(Path(run) / "checkpoints")
     if newest is None:
         raise UserError(f"{run} has no complete checkpoint; train it first with `opengem train ... --out {run}`")
-    job.restore(newest)
+    job.step = job.total_steps = json.loads(job.restore(newest))["step"]  # who learns on does so at the last rates
     return job
 
 

@@ -17,7 +17,7 @@ class Batch:
 
     sequences: "stream.attribute" -> Jagged over the sample's visible history, oldest first: int64 `[T]` for id and bits
         attributes, float32 `[T]` for dense ones, and "stream.timestamp" int64 `[T]` (seconds). All attributes of one
-        stream share one `offsets` tensor.
+        stream share one `offsets` tensor. "stream.counted.attribute": events before those, which are only compared.
     features: name -> int64 `[B]` (id, bits), float32 `[B]` (dense) or int64 Jagged (ids).
     labels: name -> float32 `[B]` in [0, 1], NaN where unknown. weights: float32 `[B]`, >= 0.
     timestamps: int64 `[B]`, request time.

@@ -7,7 +7,7 @@ is therefore the whole state of a loader, and a run may resume on another number
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -42,6 +42,8 @@ class Loader:
     """Iterates over the batches of one split, on the CPU (pinned when CUDA is there).
 
     max_lengths: stream -> newest visible events kept; streams not named are left out.
+    counted: stream -> how many of the events before those are given as "stream.counted.attribute": their times, and the
+        ids of tables that a candidate's features share.
     batch_size: rows of a global batch; rank `r` of `w` gets rows [n r / w, n (r + 1) / w) of its n. The last global
         batch holds what is left, so every rank yields the same number of batches and some may have zero rows.
     seed: order of rows when `config.shuffle_rows` > 0. limit_rows: use the first rows of the split only (0: all).
@@ -55,7 +57,7 @@ class Loader:
     def __init__(
         self, folder: Path | str, schema: Schema, config: DataConfig, *, max_lengths: dict[str, int], split: str,
         batch_size: int, rank: int = 0, world_size: int = 1, seed: int = 0, limit_rows: int = 0,
-        events: Events | None = None) -> None:
+        events: Events | None = None, counted: dict[str, int] | None = None) -> None:
         if batch_size < 1 or not 0 <= rank < world_size or limit_rows < 0:
             raise ValueError(
                 "Loader needs batch_size >= 1, 0 <= rank < world_size and limit_rows >= 0, got "
@@ -65,6 +67,7 @@ class Loader:
         if unknown := [s for s in max_lengths if s not in names]:
             raise UserError(f"data set {schema.name!r} has no stream {unknown[0]!r}{nearest(unknown[0], names)}")
         self._schema, self._config, self._max_lengths = schema, config, max_lengths
+        self._counted = {stream: count for stream, count in (counted or {}).items() if count}
         self._features = input_features(schema, config)
         self._batch_size, self._rank, self._world_size, self._seed = batch_size, rank, world_size, seed
         self.events = Events.open(folder, schema, max_lengths) if events is None else events
@@ -161,7 +164,14 @@ class Loader:
         columns = self._samples.take(rows)
         sequences: dict[str, Jagged] = {}
         for stream, longest in self._max_lengths.items():
-            sequences.update(self._histories(stream, longest, columns["user"], columns[f"cut.{stream}"]))
+            users, cuts = columns["user"], columns[f"cut.{stream}"]
+            attributes = self._schema.stream(stream).attributes
+            sequences.update(self._histories(stream, "", attributes, longest, users, cuts))
+            if older := self._counted.get(stream):
+                tables = {f.table for f in self._features if f.kind == "id" and f.role == "item"}
+                shared = [a for a in attributes if a.kind == "id" and a.table in tables]
+                before = np.maximum(cuts, longest) - longest
+                sequences.update(self._histories(stream, "counted.", shared, older, users, before))
         batch = Batch(
             sequences=sequences,
             features={f.name: _tensor_or_jagged(columns[f.name]) for f in self._features},
@@ -172,14 +182,16 @@ class Loader:
         )
         return batch.pin_memory() if self._pin else batch
 
-    def _histories(self, stream: str, longest: int, users: np.ndarray, cuts: np.ndarray) -> dict[str, Jagged]:
+    def _histories(
+        self, stream: str, part: str, attributes: Iterable[Feature], longest: int, users: np.ndarray, cuts: np.ndarray
+    ) -> dict[str, Jagged]:
         """The newest `longest` of the first `cut` events of each user, every attribute over one offsets tensor."""
         lengths = np.minimum(cuts, longest)
         offsets = running_sum(lengths)
         index = spans(self.events.offsets[stream][users] + cuts - lengths, lengths, offsets)
         shared, max_length = torch.from_numpy(offsets), int(lengths.max(initial=0))
-        names = ["timestamp", *(a.name for a in self._schema.stream(stream).attributes)]
-        columns = {f"{stream}.{name}": self.events.columns[f"{stream}.{name}"] for name in names}
+        names = ["timestamp", *(a.name for a in attributes)]
+        columns = {f"{stream}.{part}{name}": self.events.columns[f"{stream}.{name}"] for name in names}
         return {name: Jagged(_tensor(column.take(index)), shared, max_length) for name, column in columns.items()}
 
 

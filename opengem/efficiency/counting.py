@@ -20,6 +20,9 @@ from torch.utils.flop_counter import flop_registry
 from opengem.efficiency.hardware import Roofs
 from opengem.efficiency.layers import OTHER, Ranges, owner_of
 
+# without this PyTorch's counter, and ours, would pass over products that are added in place
+flop_registry[torch.ops.aten.addmm_] = flop_registry[torch.ops.aten.addmm]
+
 GATHERS = {"aten::index_select", "aten::embedding", "aten::gather", "aten::index", "opengem::gather_rows"}
 MOVES = GATHERS | {"aten::sort", "aten::cumsum", "aten::_embedding_bag", "aten::index_add_", "aten::native_layer_norm"}
 

@@ -36,10 +36,9 @@ class Rule:
 TABLE: dict[str, tuple[Rule, ...]] = {
     # Tiles fill the shared memory of data-centre GPUs; smaller parts (8.x, 12.x) could not launch them.
     "jfa": (
-        Rule("gluon", "no bias, head_dim 64 or 128, backward not of few queries: fed by TMA", (9, 0),
+        Rule("gluon", "no bias, head_dim 64 or 128: fed by TMA", (9, 0),
              exact_capability=True,
-             accepts=lambda f: f["dtype"] in HALF and f["bias"] == "none" and f["head_dim"] in (64, 128)
-             and not (f["few_queries"] and f["step"] == "backward")),  # not yet run with the consumer as it is now
+             accepts=lambda f: f["dtype"] in HALF and f["bias"] == "none" and f["head_dim"] in (64, 128)),
         *(Rule("triton", "bf16 or fp16, head_dim a multiple of 8 up to 256", capability, exact_capability=True,
                accepts=lambda f: f["dtype"] in HALF and f["head_dim"] <= 256 and f["head_dim"] % 8 == 0)
           for capability in ((9, 0), (10, 0), (10, 3))),

@@ -14,7 +14,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
 from opengem.config import ModelConfig, StreamConfig
 from opengem.jagged import Jagged
@@ -27,9 +26,6 @@ from opengem.kernels.jfa.op import jagged_flash_attention
 from opengem.kernels.pool.op import average_and_count, modulated_norm
 from opengem.kernels.rope.op import apply_rope, rope_tables
 from opengem.model.interaction import TokenMix, mix_tokens
-
-# without this PyTorch's counter, and ours, would pass over products that are added in place
-flop_registry[torch.ops.aten.addmm_] = flop_registry[torch.ops.aten.addmm]
 
 
 @dataclass(frozen=True)

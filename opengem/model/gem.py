@@ -131,7 +131,7 @@ class GEM(nn.Module):
         states, counts = {}, []
         for name, tokenizer in self.events.items():
             config, view = self.stream_configs[name], tokenizer.view(batch)
-            counts.append(tokenizer.counts(view))
+            counts.append(tokenizer.counts(view, batch))
             log_gap = torch.log1p(view.gap / self.config.time_scale_s)
             angles = rotation(view.history, log_gap, config.dim // config.heads, positions=self.config.rope,
                               time=self.config.time_encoding)

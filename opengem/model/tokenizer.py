@@ -133,16 +133,17 @@ class EventTokenizer(nn.Module):
         self.inner = nn.Linear(numbers + self.padding, taps * dim)
         self.outer = nn.Linear(dim, dim)
 
-    def view(self, batch: Batch) -> EventView:
-        """The stream's visible events as this tokenizer needs them."""
-        history = batch.sequences[f"{self.stream.name}.timestamp"]
+    def view(self, batch: Batch, part: str = "") -> EventView:
+        """The stream's visible events as this tokenizer needs them; part "counted.": those before them."""
+        history = batch.sequences[f"{self.stream.name}.{part}timestamp"]
         row = history.row_to_sample
         position = torch.arange(row.shape[0], device=row.device) - history.offsets[row]
         gap = (batch.timestamps[row] - history.values).clamp(min=0).float()
         match = gap.new_zeros(gap.shape[0], 0)
         if self.pairs:
             wanted = torch.stack([batch.features[f.name] for _, f in self.pairs], 1)
-            match = torch.stack([self.column(batch, a) for a, _ in self.pairs], 1).eq(wanted[row]).float()
+            found = [batch.sequences[f"{self.stream.name}.{part}{a.name}"].values for a, _ in self.pairs]
+            match = torch.stack(found, 1).eq(wanted[row]).float()
         return EventView(history, row, position, gap, match)
 
     def column(self, source: Batch | Embedded, attribute: Feature) -> Tensor:
@@ -183,12 +184,16 @@ class EventTokenizer(nn.Module):
         return jagged_dense_bmm(vectors, spread.flatten(1, 2), history.offsets, max_length=history.max_length)
 
     @torch.no_grad()
-    def counts(self, view: EventView) -> Tensor:
-        """float32 `[B, num_counts]`: log(1 + events), then log(1 + matches) of each pair, plain and decayed."""
-        weights = torch.exp2(view.gap[:, None] * self.decay)
-        terms = (view.match[:, :, None] * weights[:, None, :]).flatten(1)  # [T, pairs * decays]
-        fixed = F.pad(terms * _FIXED_POINT, (1, 0), value=_FIXED_POINT).round().long()  # in front every event counts
-        sums = fixed.new_zeros(view.history.batch_size, self.num_counts).index_add_(0, view.row, fixed)
+    def counts(self, view: EventView, batch: Batch) -> Tensor:
+        """float32 `[B, num_counts]`: log(1 + events), then log(1 + matches) of each pair, plain and decayed; over the
+        visible events and, where the batch has them, those before."""
+        sums = view.row.new_zeros(view.history.batch_size, self.num_counts)
+        older = [self.view(batch, "counted.")] if f"{self.stream.name}.counted.timestamp" in batch.sequences else []
+        for part in [view, *older]:
+            weights = torch.exp2(part.gap[:, None] * self.decay)
+            terms = (part.match[:, :, None] * weights[:, None, :]).flatten(1)  # [T, pairs * decays]
+            fixed = F.pad(terms * _FIXED_POINT, (1, 0), value=_FIXED_POINT).round().long()  # in front all events count
+            sums.index_add_(0, part.row, fixed)
         return torch.log1p(sums.double() / _FIXED_POINT).float()
 
     @property

@@ -118,9 +118,7 @@ def test_another_order_holds_the_same_samples():
     assert torch.equal(other.labels["click"][places], batch.labels["click"])
 
 
-def test_every_order_of_a_rung_has_the_same_ne(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "STREAM", {"users": 16, "samples": 256, "lengths": "lognormal(40)", "max_length": 80,
-                                          "streams": 1, "base_rate": 0.3})  # fmt: skip
+def test_every_order_of_a_rung_has_the_same_ne(tmp_path):
     row = train_ne.run(small.config(), torch.device("cpu"), tmp_path / "rows.jsonl", 96, 32, ("baseline",))[0]
     assert row["ne_orders"] == pytest.approx([row["ne"]] * 2, abs=1e-4) and row["ne_orders"][1] != row["ne"]
 
@@ -145,9 +143,12 @@ def test_every_stand_in_replaces_a_name_of_the_model():
 
 
 def test_overhead_of_the_log_is_measured(tmp_path):
-    config = small.config()
-    row = train.overhead(None, config=config, rounds=1, steps=2, device="cpu")[0]
-    assert row["case"] == "logging_overhead" and row["at_most"] > 0 and len(row["loops_s"]) == 1
+    row = train.overhead(None, config=small.config(), rounds=1, steps=2, repeats=3, device="cpu")[0]
+    assert row["case"] == "logging_overhead" and len(row["loops_s"]) == 1
+    calls = row["calls_us"]
+    assert list(calls) == ["count", "add", "line"] and min(calls.values()) > 0
+    each = calls["count"] + calls["add"] + calls["line"] / 2
+    assert row["at_most"] == pytest.approx(each / 1e3 / row["step_ms"])
 
 
 def test_padded_rows_of_a_jagged_batch_come_back_in_place():

@@ -100,6 +100,21 @@ def test_streams_and_features_can_be_left_out(made):
     assert "count" not in batch.features
 
 
+def test_older_events_are_given_for_counting_with_what_a_candidate_shares(made):
+    _, streams, columns = made
+    names = set()
+    for batch in loader(made, counted={"view": 4, "buy": 0}):
+        names |= {name for name in batch.sequences if ".counted." in name}
+        for i, row in enumerate(batch.rows.tolist()):
+            lengths, flat = streams["view"]
+            start, cut = int(lengths[: columns["user"][row]].sum()), int(columns["cut.view"][row])
+            before = max(cut - LENGTHS["view"], 0)
+            kept = slice(start + max(before - 4, 0), start + before)
+            for name in ("item", "timestamp"):
+                assert batch.sequences[f"view.counted.{name}"].to_list()[i].tolist() == flat[name][kept].tolist()
+    assert names == {"view.counted.item", "view.counted.timestamp"}
+
+
 def test_optional_features():
     def names(*chosen):
         return [f.name for f in input_features(small.SCHEMA, DataConfig(optional_features=chosen))]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import opengem.efficiency.counting  # noqa: F401 (products that are added in place count)
 from opengem.config import StreamConfig
 from opengem.data.schema import Feature, Label, Schema
 from opengem.errors import UserError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -31,7 +32,7 @@ def tokenizer(stream=BUY, taps=1) -> EventTokenizer:
 
 def counts_of(batch, stream=BUY):
     module = tokenizer(stream)
-    return module.counts(module.view(batch))
+    return module.counts(module.view(batch), batch)
 
 
 def test_bits_of_a_mask():
@@ -63,6 +64,20 @@ def test_counts_are_those_of_a_loop():
         wanted = [math.log1p(len(days)), *[math.log1p(c) for c in plain_and_decayed]]
         got = [float(counts[b, 0]), *counts[b, 6:].tolist()]
         torch.testing.assert_close(torch.tensor(got), torch.tensor(wanted), atol=1e-4, rtol=1e-4)
+
+
+def test_events_that_are_only_counted_count_like_visible_ones():
+    whole, parts = make_batch(LENGTHS), {}
+    history = whole.sequences["buy.timestamp"]
+    older = (torch.arange(history.values.shape[0]) - history.offsets[history.row_to_sample]) < 3
+    for name, x in whole.sequences.items():
+        if name.startswith("buy."):
+            for part, kept in (("", ~older), ("counted.", older)):
+                sizes = torch.bincount(history.row_to_sample[kept], minlength=4)
+                parts[name.replace("buy.", f"buy.{part}")] = Jagged.from_lengths(x.values[kept], sizes, 64)
+    split = dataclasses.replace(whole, sequences=whole.sequences | parts)
+    assert torch.equal(counts_of(split), counts_of(whole))
+    assert split.sequences["buy.timestamp"].lengths.tolist() == [2, 0, 37, 0]
 
 
 def test_counts_are_bitwise_the_same_in_any_batch():

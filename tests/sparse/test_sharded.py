@@ -74,22 +74,14 @@ def test_losses_and_tables_are_those_of_one_process(world, runs, reference):
 
 @pytest.mark.multi
 @many
-def test_copied_and_fully_sharded_tables_agree_bit_for_bit(world, runs):
+@pytest.mark.parametrize("generations", [("v2_2", "v3_2", "v3_2_chunks"), ("v2_2_columns", "v3_2_columns")])
+def test_copied_and_fully_sharded_tables_agree_bit_for_bit(world, generations, runs):
+    """Cut by columns as well: the parts of a row see the mean of the whole row's squared gradient."""
     found = runs[world][0]["trajectories"]
     for kind in KINDS:
         for table in ROWS:
-            copied, *split = (found[name][1][kind][table] for name in ("v2_2", "v3_2", "v3_2_chunks"))
-            assert torch.equal(copied, split[0]) and torch.equal(copied, split[1])
-
-
-@pytest.mark.multi
-@many
-def test_cut_by_columns_fully_sharded_and_copied_tables_agree_bit_for_bit(world, runs):
-    """The parts of a row see the mean of the whole row's squared gradient, in every generation."""
-    found = runs[world][0]["trajectories"]
-    for kind in KINDS:
-        for table in ROWS:
-            assert torch.equal(*(found[name][1][kind][table] for name in ("v2_2_columns", "v3_2_columns")))
+            copied, *split = (found[name][1][kind][table] for name in generations)
+            assert all(torch.equal(copied, other) for other in split)
 
 
 @pytest.mark.multi

@@ -77,7 +77,7 @@ def _run_forward(
     q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, bias: Tensor | None, relative: bool,
     max_q: int, max_kv: int, scale: float, left: int, right: int,
 ) -> tuple[Tensor, Tensor]:
-    kernels = _kernels(q, bias, relative, "forward", 2 * max_q < max_kv)
+    kernels = _kernels(q, bias, relative, "forward")
     _check_offsets(q, k, q_offsets, kv_offsets, max_q, max_kv, None if relative else bias)
     options = Options(scale, left, right, bias is not None and not relative, relative)
     return kernels.forward(q, k, v, q_offsets, kv_offsets, bias, max_q, max_kv, options)
@@ -92,7 +92,7 @@ def _run_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, q_offsets: Tensor,
     kv_offsets: Tensor, bias: Tensor | None, relative: bool, max_q: int, max_kv: int, scale: float, left: int,
     right: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    kernels = _kernels(q, bias, relative, "backward", 2 * max_q < max_kv)
+    kernels = _kernels(q, bias, relative, "backward")
     options = Options(scale, left, right, bias is not None and not relative, relative)
     return kernels.backward(dout, dlse, q, k, v, out, lse, q_offsets, kv_offsets, bias, max_q, max_kv, options)
 
@@ -120,10 +120,10 @@ _forward = define("jfa_fwd", _run_forward, _fake_forward, _save, _gradient)
 _backward = define("jfa_bwd", _run_backward, _fake_backward)
 
 
-def _kernels(q: Tensor, bias: Tensor | None, relative: bool, step: str, few_queries: bool):
+def _kernels(q: Tensor, bias: Tensor | None, relative: bool, step: str):
     """The module that runs `step` ("forward" or "backward") of these inputs."""
     kind = "none" if bias is None else "relative" if relative else "pair"
-    facts = {"dtype": q.dtype, "head_dim": q.shape[2], "bias": kind, "step": step, "few_queries": few_queries}
+    facts = {"dtype": q.dtype, "head_dim": q.shape[2], "bias": kind}
     chosen = backend.implementation("jfa", q.device, **facts)
     return reference if chosen == "reference" else _module(chosen, step)
 

@@ -89,8 +89,7 @@ def _run_backward(
     (dq_average, *room), (dq_count, *room_count) = _heads(dq, dkv, counting)
     scale = q.shape[2] ** -0.5
     saved = grad[:, : averages.shape[1]], None, *average, averages, lse, q_offsets, kv_offsets, None
-    facts = {"dtype": q.dtype, "head_dim": q.shape[2], "bias": "none", "step": "backward"}
-    facts["few_queries"] = 2 * max_q < max_kv
+    facts = {"dtype": q.dtype, "head_dim": q.shape[2], "bias": "none"}
     if backend.implementation("jfa", q.device, **facts) == "gluon":
         from opengem.kernels.jfa import gluon_sm90_backward
 

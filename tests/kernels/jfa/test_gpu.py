@@ -108,20 +108,34 @@ def test_more_samples_than_are_sorted_have_the_gradients_of_smaller_batches(opti
             assert torch.equal(a[part * rows : (part + 1) * rows], b)
 
 
+FEW_QUERIES = [64, 0, 1, 63, 65, 3, 250, 16] * 33, [1000, 600, 1, 127, 129, 0, 512, 1300] * 33
+
+
 @pytest.mark.parametrize("option", ["plain", "causal", "window"])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_few_queries_against_many_keys(dim, option):
     """Pooling: in the Hopper backward the key tiles of 256 samples alternate in the queue."""
     options = test_op.OPTIONS[option]
-    leaves, m, n = test_op.make(([64, 0, 3, 250] * 80, [1000, 600, 0, 512] * 80), dim=dim, dtype=torch.bfloat16,
-                                device=GPU)
+    leaves, m, n = test_op.make(FEW_QUERIES, dim=dim, dtype=torch.bfloat16, device=GPU)
     want = results(exact_leaves(leaves), m, n, options, test_op.truth)
-    first = results(leaves, m, n, options, test_op.run)
-    for a, b in zip(first, want, strict=True):
-        assert snr(a, b) > 40
-    for _ in range(5):
-        again = results(leaves, m, n, options, test_op.run)
-        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    plain = results(leaves, m, n, options, plain_torch)
+    first, *again = (results(leaves, m, n, options, test_op.run) for _ in range(6))
+    for at, (a, b, c) in enumerate(zip(first, want, plain, strict=True)):
+        error, allowed = (a.double() - b).abs().max(), (c.double() - b).abs().max()
+        assert error <= 3 * allowed + 1e-5, (at, error, allowed)
+        assert snr(a, b) > 40, (at, snr(a, b))
+    assert all(torch.equal(a, b) for run in again for a, b in zip(first, run, strict=True))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_few_queries_in_strided_views(dim):
+    """Queries of one half of a buffer, keys and values side by side in another: the bits of dense copies."""
+    leaves, m, n = test_op.make(FEW_QUERIES, dim=dim, dtype=torch.bfloat16, device=GPU)
+    q, k, v = (x.detach() for x in leaves[:3])
+    views = [torch.cat([q, q + 1], 1)[:, :4], *torch.cat([k, v], 1).split(2, 1)]
+    got, want = (results([*(x.detach().requires_grad_() for x in tensors), None], m, n, {}, test_op.run)
+                 for tensors in (views, [q, k, v]))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_strided_views_of_one_buffer():
@@ -195,7 +209,7 @@ def test_no_new_kernels_when_totals_change(implementation):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_extra_memory_is_what_the_docs_say(dim, causal):
-    """Peak beyond inputs and outputs, to a block of the allocator for each of at most eight allocations."""
+    """Peak of the bytes asked for, beyond inputs and outputs; a block of the allocator may be up to 1 MiB larger."""
     lengths = [500, 1, 0, 1200, 64] * 40
     leaves, m, _ = test_op.make(lengths, dim=dim, dtype=torch.bfloat16, device=GPU)
     q, k, v = leaves[:3]
@@ -206,16 +220,16 @@ def test_extra_memory_is_what_the_docs_say(dim, causal):
     def peak_of(run):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
         result = run()
-        return torch.cuda.max_memory_allocated() - before, result
+        return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before, result
 
     extra, out = peak_of(lambda: jagged_flash_attention(q, k, v, offsets, max_q=1200, causal=causal))
-    assert abs(extra - out.nbytes - 4 * heads * rows - 20 * records) <= 8 * 512
+    assert extra - out.nbytes == 4 * heads * rows + 20 * records + 4
     dout = torch.ones_like(out)
     extra, _ = peak_of(lambda: torch.autograd.grad(out, (q, k, v), dout))
-    formula = 4 * heads * slots * (64 * dim + 129) + 24 * records
-    assert abs(extra - q.nbytes - k.nbytes - v.nbytes - formula) <= 8 * 512
+    formula = 4 * heads * slots * (64 * dim + 129) + 24 * records + 4
+    assert extra - q.nbytes - k.nbytes - v.nbytes == formula
 
 
 def test_compiles_without_graph_breaks_or_recompiles():

@@ -243,14 +243,12 @@ def test_65536_samples_of_one_row():
 
 @pytest.mark.parametrize(("capability", "facts", "wanted"), [
     ((9, 0), {}, "gluon"), ((9, 0), {"bias": "pair"}, "triton"), ((9, 0), {"head_dim": 96}, "triton"),
-    ((9, 0), {"step": "backward"}, "gluon"), ((9, 0), {"few_queries": True}, "gluon"),
-    ((9, 0), {"step": "backward", "few_queries": True}, "triton"),
-    ((9, 0), {"step": "backward", "bias": "relative"}, "triton"),
+    ((9, 0), {"bias": "relative"}, "triton"),
     ((10, 0), {}, "triton"), ((9, 0), {"dtype": torch.float32}, "reference"),
     ((8, 0), {}, "reference"),
 ])
 def test_the_table_sends_what_tma_reads_on_hopper_to_gluon(monkeypatch, capability, facts, wanted):
     pytest.importorskip("triton")
     monkeypatch.setattr(backend, "_capability", lambda index: capability)
-    usual = {"dtype": torch.bfloat16, "head_dim": 128, "bias": "none", "step": "forward", "few_queries": False}
+    usual = {"dtype": torch.bfloat16, "head_dim": 128, "bias": "none"}
     assert backend.implementation("jfa", torch.device("cuda", 0), **usual | facts) == wanted
