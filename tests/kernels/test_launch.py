@@ -23,18 +23,22 @@ class _Compiled:
 
     @property
     def run(self):
-        return _Run(self.given)
+        return _Run(self)
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.given.append((grid, arguments))
 
 
 class _Run:
     global_scratch_size, profile_scratch_size = 16, 0
 
-    def __init__(self, given):
-        self.given = given
+    def __init__(self, compiled):
+        self.compiled = compiled
 
     def __call__(self, x, y, z, stream, function, facts, launched, entered, left, *arguments):
-        assert (stream, function, facts, launched, entered, left) == (17, 4711, (4, 1, 0), None, None, None)
-        self.given.append(((x, y, z), arguments))
+        assert (stream, function, launched, entered, left) == (17, 4711, None, None, None)
+        assert facts == self.compiled.packed_metadata
+        self.compiled.given.append(((x, y, z), arguments))
 
 
 class _Kernel:

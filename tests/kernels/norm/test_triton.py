@@ -5,7 +5,7 @@ import torch
 
 from opengem.kernels import backend
 from opengem.kernels.mx.op import quantize_mx
-from tests.kernels.aot import compile_ahead
+from tests.kernels.aot import assert_barriers_apart, compile_ahead
 from tests.kernels.interpret import DEVICE, DTYPES, GPU, capture, close_to, needs_kernels
 from tests.kernels.norm.test_op import OURS, leaves
 
@@ -162,6 +162,7 @@ def test_gluon_compiles_ahead_of_time(constants):
     found = compile_ahead("opengem.kernels.norm.gluon_sm90:_forward_mx", types, flags | constants, aligned=("width",),
                           num_warps=8)
     assert "cp.async.bulk.tensor" in found["ptx"] and found["spill_bytes"] == 0
+    assert_barriers_apart(found)
     assert found["shared"] <= 227 * 1024 // 3 - 4096  # three programs an SM, with a box of up to 3 KB each
     clusters = constants["MEMBERS"] > 1
     assert ("st.async" in found["ptx"]) == clusters
