@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import cache
+from inspect import getclosurevars
 
 import torch
 
-_compiled: dict[tuple, tuple] = {}  # (compiled, kernel): an id stays that of one kernel while the kernel lives
+_device = getattr(torch._C, "_cuda_getDevice", lambda: -1)  # the current one; without a GPU, none
+_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
+_starters: dict[tuple, tuple] = {}  # (starter, Triton's hooks, kernel): its id stays its own while it lives
 
 
 def launch(kernel, grid: tuple[int, int, int], key: Hashable, arguments: tuple, constants: tuple, warps: int = 4,
@@ -15,16 +18,58 @@ def launch(kernel, grid: tuple[int, int, int], key: Hashable, arguments: tuple, 
     """`kernel[grid](*arguments, *constants)`, quickly from the second call with an equal `key` on.
 
     `key` tells apart what Triton specialises on: the device, dtypes, alignment of pointers and those integers (strides)
-    that are not `do_not_specialize`. None takes the slow way.
+    that are not `do_not_specialize`. None takes the slow way. As Triton does, this launches on the current device and
+    stream.
     """
-    place = id(kernel), key, constants, warps, stages, registers
-    if place in _compiled:
-        _compiled[place][0][grid](*arguments, *constants)
-        return
+    device = -1 if key is None else _device()
+    place = id(kernel), key, constants, warps, stages, registers, device
+    found = _starters.get(place)
+    if found is not None:
+        start, hooks, _ = found
+        if not hooks.launch_enter_hook.calls and not hooks.launch_exit_hook.calls:  # no profiler of Triton's
+            start(grid, _stream(device), arguments, constants)
+            return
     limit = {} if registers is None else {"maxnreg": registers}
     compiled = kernel[grid](*arguments, *constants, num_warps=warps, num_stages=stages, **limit)
     if key is not None and compiled is not None:  # Triton's interpreter compiles nothing
-        _compiled[place] = compiled, kernel
+        from triton import knobs
+
+        _starters[place] = _starter(compiled), knobs.runtime, kernel
+
+
+def _starter(compiled) -> Callable:
+    """What launches `compiled`, given (grid, stream, arguments, constants); tensor descriptors come first.
+
+    The launcher that Triton 3.6 compiles is called past the Python around it, which takes longer than the launch.
+    Another version of Triton, and a kernel that wants scratch memory, keep that Python.
+    """
+    import triton
+
+    run, function, facts = compiled.run, compiled.function, compiled.packed_metadata
+    boxes = getattr(compiled.metadata, "tensordesc_meta", None) or ()
+    first = list(compiled.src.signature.values())[: len(boxes)]
+    if (not triton.__version__.startswith("3.6.") or run.global_scratch_size or run.profile_scratch_size
+            or not all(str(kind).startswith("tensordesc") for kind in first)):
+        return lambda grid, stream, arguments, constants: run(
+            *grid, stream, function, facts, None, None, None, *arguments, *constants)
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    call, encode = run.launch, triton.runtime.driver.active.utils.fill_tma_descriptor
+    facts = run.launch_cooperative_grid, run.launch_pdl, None, None, facts, None, None, None
+    if boxes:
+        call = getclosurevars(call).nonlocals["launcher"]
+    boxes = [(x["swizzle"], x["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[x["elem_type"]], x["block_size"]) for x in boxes]
+
+    def start(grid, stream, arguments, constants):
+        described = []
+        for x, box in zip(arguments, boxes, strict=False):
+            shape, strides = x.shape, x.strides
+            described.append(encode(x.base.data_ptr(), *box, shape, strides, int(x.padding == "nan")))
+            described += shape
+            described += strides
+        call(*grid, stream, function, *facts, *described, *arguments[len(boxes):], *constants)
+
+    return start
 
 
 def kind_of(*tensors, facts: tuple = ()) -> tuple | None:

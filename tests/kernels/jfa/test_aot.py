@@ -48,7 +48,7 @@ CASES = {  # name -> (function and arguments that make the job, bytes of spills 
     "triton forward on Blackwell": (portable, ["forward", 128], {"capability": 100}, 0),
     "gluon forward": (hopper, ["forward", 128], {}, 0),
     "gluon backward": (hopper, ["backward", 128], {}, 1024),
-    "gluon backward of few queries": (hopper, ["backward", 128], {"dealt": True}, 1024),
+    "gluon backward of few queries": (hopper, ["backward", 64], {"dealt": True}, 1024),
     "gluon backward, causal": (hopper, ["backward", 64], {"causal": True}, 1024),  # none with Triton 3.6
 }
 

@@ -16,7 +16,7 @@ RULES = SimpleNamespace(maximum=max, minimum=min, constexpr=int, where=lambda wh
 @pytest.fixture(scope="module")
 def plain():
     """The kernel's own integer functions, run on Python integers."""
-    from opengem.kernels.jfa import gluon_sm90_backward as kernels
+    from opengem.kernels.jfa import gluon_sm90_turns as kernels
 
     found = {"gl": RULES}
     for name in ("_low", "_high", "_rank", "_firsts_and_lasts"):
