@@ -224,5 +224,5 @@ def kernel(
                     QUERIES, KEYS, STAGES, DEALT)),
         (await_turns, (counters_ptr, records_ptr, claims, orders, turn, done, told, claimed, taken, slots, items,
                         q_slots, limit, left, right, GROUP, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS, DEALT)),
-        (tell, (counters_ptr, orders, done, told, 0, 1)),
+        (tell, (counters_ptr, orders, done, told, empty, STAGES, False, 0, 1)),
     ], [4, 4, 1, 1, 1], [192, 88, 40, 40, 40])

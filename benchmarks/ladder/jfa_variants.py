@@ -5,7 +5,8 @@
 
 t: two warps announce in turn; d: four turns awaited and not yet announced in place of two; td: both.
 r: an announcement is a store that releases, without a fence of its own.
-o: one arrival a tile: the warp that announces also frees the tile.
+twoarrivals: as before, a tile is freed and its sum announced by two arrivals.
+deadbarriers: as before, the kernel of few queries makes barriers that nobody waits for.
 onemask: as before, one mask for what is past the end, after or before what a query sees.
 w3, head_dim 64: three groups of warps, in `benchmarks.ladder.jfa_groups`.
 p4, p8: every fourth or eighth exponential by a polynomial on the FMA pipes (relative error 8.6e-5).
@@ -29,17 +30,12 @@ import torch
 from benchmarks.ladder.jfa_check import CASES, EDGES, MASKS, emit, machine, median_ms
 from opengem.kernels.jfa.reference import Options
 
-ONE_ARRIVAL = [
-    ("        mbarrier.arrive(empty.index(at), count=1)\n        if not EAGER:\n",
-     "        if EAGER:\n            mbarrier.arrive(empty.index(at), count=1)\n        else:\n"),
+TWO_ARRIVALS = [
+    ("        if EAGER:\n            mbarrier.arrive(empty.index(at), count=1)\n        else:\n",
+     "        mbarrier.arrive(empty.index(at), count=1)\n        if not EAGER:\n"),
+    ("empty, STAGES, HAS_LEFT or not HAS_RIGHT, 0", "empty, STAGES, False, 0"),
 ]
-ALSO_FREES = [
-    ("done, told, FIRST: gl.constexpr, STEP: gl.constexpr):\n",
-     "done, told, FIRST: gl.constexpr, STEP: gl.constexpr, empty, STAGES: gl.constexpr, EAGER: gl.constexpr):\n"),
-    ("    while place >= 0:\n        at = count % TURNS\n",
-     "    while place >= 0:\n        if not EAGER:\n            mbarrier.arrive(empty.index(count % STAGES), count=1)\n"
-     "        at = count % TURNS\n"),
-]
+DEAD_BARRIERS = [("        if not DEALT:  # a barrier", "        if True:  # a barrier")]
 NO_FENCE = [("            fence.acq_rel.gpu;\n", "")]
 RELEASE = [("            fence.acq_rel.gpu;\n            st.relaxed", "            st.release")]
 NO_ADDING = [("gl.where(flags & LAST != 0, 2, gl.where(flags & FRESH != 0, 0, 1))", "gl.where(flags >= 0, 2, 2)")]
@@ -91,7 +87,6 @@ ONE_MASK = [
 """),
     ("    visible,\n)", "    visible,\n    PAST, AFTER, BEFORE,\n)"),
 ]
-TELL = "        (tell, (counters_ptr, orders, done, told, 0, 1)),\n"
 
 
 @dataclass(frozen=True)
@@ -101,23 +96,22 @@ class Variant:
     turns: int = 2
     tellers: int = 1
     groups: bool = False
-    one_arrival: bool = False
     patches: tuple = ()
     turn_patches: tuple = ()
     exact: bool = True  # same sums in the same order: equal bits are wanted
 
     def of_turns(self) -> list[tuple[str, str]]:
         return [("TURNS = gl.constexpr(2)", f"TURNS = gl.constexpr({self.turns})"),
-                ("TELLERS = gl.constexpr(1)", f"TELLERS = gl.constexpr({self.tellers})"), *self.turn_patches,
-                *(ALSO_FREES if self.one_arrival else ())]
+                ("TELLERS = gl.constexpr(1)", f"TELLERS = gl.constexpr({self.tellers})"), *self.turn_patches]
 
     def of_products(self) -> list[tuple[str, str]]:
-        also = ", empty, STAGES, HAS_RIGHT and not HAS_LEFT" if self.one_arrival else ""
-        tell = "".join(TELL.replace("0, 1)", f"{first}, {self.tellers}{also})") for first in range(self.tellers))
-        ends = [("1, 1, 1], [", f"{', '.join('1' * (2 + self.tellers))}], [")]
-        ends.append(("40, 40, 40])", f"{', '.join(['40'] * (2 + self.tellers))}])") if self.groups else
-                    ("24, 24, 24])", f"{', '.join(['24'] * (2 + self.tellers))}])"))
-        return [(TELL, tell), *ends, *self.patches, *(ONE_ARRIVAL if self.one_arrival else ())]
+        first = "        (tell, (counters_ptr, orders, done, told, empty, STAGES, "
+        first += "False, 0, 1)),\n" if self.groups else "HAS_LEFT or not HAS_RIGHT, 0, 1)),\n"
+        second = first.replace("0, 1)", "0, 2)") + first.replace("0, 1)", "1, 2)")
+        registers = "40, 40, 40" if self.groups else "24, 24, 24"
+        two = [(first, second), ("1, 1, 1], [", "1, 1, 1, 1], ["),
+               (f"{registers}])", f"{registers}, {registers[:2]}])")]
+        return [*(two if self.tellers == 2 else ()), *self.patches]
 
 
 def switch(turns: str, groups: str | None) -> list[tuple[str, str]]:
@@ -140,7 +134,7 @@ VARIANTS = {
     "r": Variant(turn_patches=tuple(RELEASE)),
     "rtd": Variant(turns=4, tellers=2, turn_patches=tuple(RELEASE)),
     "w3rtd": Variant(groups=True, turns=4, tellers=2, turn_patches=tuple(RELEASE)),
-    "o": Variant(one_arrival=True), "otd": Variant(turns=4, tellers=2, one_arrival=True),
+    "twoarrivals": Variant(patches=tuple(TWO_ARRIVALS)), "deadbarriers": Variant(patches=tuple(DEAD_BARRIERS)),
     "p8td": Variant(turns=4, tellers=2, patches=tuple(polynomial(8)), exact=False),
     "p4": Variant(patches=tuple(polynomial(4)), exact=False),
     "onemask": Variant(patches=tuple(ONE_MASK)),

@@ -264,9 +264,10 @@ def _consume(
             k_ring, q_ring, notes, q_full, kv_full, count + 1, kv_count + gl.where(flags & ENDS != 0, 1, 0), s,
             HEAD_DIM, QUERIES, KEYS, STAGES)
         dk, ds = warpgroup_mma_wait(1, deps=[dk_next, ds])
-        mbarrier.arrive(empty.index(at), count=1)
-        if not EAGER:
-            mbarrier.arrive(done.index(turn_at), count=1)
+        if EAGER:
+            mbarrier.arrive(empty.index(at), count=1)
+        else:
+            mbarrier.arrive(done.index(turn_at), count=1)  # `tell` frees the place of the tile
         if flags & ENDS != 0:
             k.store((dk * scale).to(dtype))
             v.store(dv.to(dtype))
@@ -348,7 +349,7 @@ def _backward_kernel(
                     QUERIES, KEYS, STAGES, DEALT)),
         (await_turns, (counters_ptr, records_ptr, claims, orders, turn, done, told, claimed, taken, slots, items,
                         q_slots, limit, left, right, GROUP, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS, DEALT)),
-        (tell, (counters_ptr, orders, done, told, 0, 1)),
+        (tell, (counters_ptr, orders, done, told, empty, STAGES, HAS_LEFT or not HAS_RIGHT, 0, 1)),
     ], [1, 1, 1], [24, 24, 24])
 
 

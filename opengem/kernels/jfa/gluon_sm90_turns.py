@@ -291,13 +291,17 @@ def await_turns(
 
 
 @gluon.jit
-def tell(counters_ptr, orders, done, told, FIRST: gl.constexpr, STEP: gl.constexpr):
-    """Announce that the block has added to its tiles FIRST, FIRST + STEP, ..."""
+def tell(
+    counters_ptr, orders, done, told, empty, STAGES: gl.constexpr, FREES: gl.constexpr, FIRST: gl.constexpr,
+    STEP: gl.constexpr):
+    """Announce that the block has added to its tiles FIRST, FIRST + STEP, ...; FREES: that ends the work on a tile."""
     count = 0
     count += FIRST
     mbarrier.wait(done.index(FIRST), 0)
     place = get(orders, 2 * FIRST, 1)
     while place >= 0:
+        if FREES:
+            mbarrier.arrive(empty.index(count % STAGES), count=1)
         at = count % TURNS
         gl.inline_asm_elementwise(
             """{
