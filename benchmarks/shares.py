@@ -104,7 +104,8 @@ def main(arguments: Arguments) -> None:
     truth, job = Truth.of(arguments.data), build(config, Schema.load(arguments.data))
     facts = gpu_environment(job.device) if job.device.type == "cuda" else environment(job.device)
     head = {"op": "mechanisms", "case": "synthetic", "impl": arguments.name, "recipe": config.name}
-    head |= {"seed": arguments.seed, "batch_size": config.data.batch_size}
+    head |= {"seed": arguments.seed, "batch_size": config.data.batch_size, "lr": config.optim.lr}
+    head |= {"taps": [stream.taps for stream in config.model.streams]}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
 
     def write(mode: str, scores: dict[str, Any], seconds: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from functools import cache
 from inspect import getclosurevars
+from types import SimpleNamespace
 
 import torch
 
@@ -14,23 +15,28 @@ _starters: dict[tuple, tuple] = {}  # (starter, Triton's hooks, kernel): its id 
 
 
 def launch(kernel, grid: tuple[int, int, int], key: Hashable, arguments: tuple, constants: tuple, warps: int = 4,
-           stages: int = 3, registers: int | None = None) -> None:
+           stages: int = 3, registers: int | None = None, cluster: int = 1) -> None:
     """`kernel[grid](*arguments, *constants)`, quickly from the second call with an equal `key` on.
 
     `key` tells apart what Triton specialises on: the device, dtypes, alignment of pointers and those integers (strides)
     that are not `do_not_specialize`. None takes the slow way. As Triton does, this launches on the current device and
-    stream.
+    stream. `cluster`: so many programs form a thread block cluster (`has_clusters`), as many times as `grid` says.
     """
     device = -1 if key is None else _device()
-    place = id(kernel), key, constants, warps, stages, registers, device
+    place = id(kernel), key, constants, warps, stages, registers, cluster, device
     found = _starters.get(place)
     if found is not None:
         start, hooks, _ = found
         if not hooks.launch_enter_hook.calls and not hooks.launch_exit_hook.calls:  # no profiler of Triton's
             start(grid, _stream(device), arguments, constants)
             return
-    limit = {} if registers is None else {"maxnreg": registers}
-    compiled = kernel[grid](*arguments, *constants, num_warps=warps, num_stages=stages, **limit)
+    options = {"num_warps": warps, "num_stages": stages} | ({} if registers is None else {"maxnreg": registers})
+    if cluster == 1:
+        compiled = kernel[grid](*arguments, *constants, **options)
+    else:
+        compiled = kernel.warmup(*arguments, *constants, grid=grid, **options)
+        compiled.packed_metadata = compiled.metadata.num_warps, cluster, compiled.metadata.shared
+        compiled[grid](*arguments, *constants)
     if key is not None and compiled is not None:  # Triton's interpreter compiles nothing
         from triton import knobs
 
@@ -70,6 +76,19 @@ def _starter(compiled) -> Callable:
         call(*grid, stream, function, *facts, *described, *arguments[len(boxes):], *constants)
 
     return start
+
+
+@cache
+def has_clusters() -> bool:
+    """Whether this version of Triton launches what a kernel's packed metadata says (warps, programs a cluster, bytes).
+
+    With `num_ctas` Triton spreads one program over a cluster. Told so after compilation, its launcher makes a cluster
+    of programs that know nothing of each other, for kernels that address their neighbours in assembly.
+    """
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    facts = SimpleNamespace(num_warps=8, num_ctas=2, shared=1024)
+    return getattr(CUDABackend, "pack_metadata", lambda *_: None)(None, facts) == (8, 2, 1024)
 
 
 def kind_of(*tensors, facts: tuple = ()) -> tuple | None:

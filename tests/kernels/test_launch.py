@@ -79,6 +79,43 @@ def test_another_key_or_constant_is_bound_again(change, device):
     assert kernel.bound == 2 and not kernel.compiled.given
 
 
+class _Clustered:
+    """A kernel, and what it is compiled to before its first launch; `told` is what each launch says of its programs."""
+
+    function, packed_metadata, metadata = 4711, (8, 1, 1024), SimpleNamespace(num_warps=8, shared=1024)
+    src = SimpleNamespace(signature={"x_ptr": "*bf16"})
+
+    def __init__(self):
+        self.bound, self.told = 0, []
+
+    def warmup(self, *arguments, grid, num_warps, num_stages):
+        self.bound += 1
+        return self
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.told.append(self.packed_metadata)
+
+    @property
+    def run(self):
+        def run(x, y, z, stream, function, facts, *arguments):
+            self.told.append(facts)
+
+        run.global_scratch_size, run.profile_scratch_size = 16, 0
+        return run
+
+
+def test_programs_of_a_cluster_are_told_to_the_launcher(device):
+    kernel = _Clustered()
+    for key in ("key", "key", None, None):
+        launch.launch(kernel, (5, 1, 1), key, ("x",), (64,), warps=8, cluster=4)
+    assert kernel.told == 4 * [(8, 4, 1024)] and kernel.bound == 3
+
+
+def test_this_triton_launches_clusters():
+    pytest.importorskip("triton")
+    assert launch.has_clusters()
+
+
 def test_another_current_device_is_bound_again(device):
     kernel = _Kernel()
     for current in (0, 1, 0, 1):

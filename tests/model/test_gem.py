@@ -196,8 +196,9 @@ def test_compiled_model_agrees(config):
 
 
 @pytest.mark.gpu
-def test_gpu_bfloat16_agrees_with_cpu():
-    wide = replace(SMALL, dim=64, streams=(StreamConfig("*", max_length=64, dim=64, heads=1, window=64),))
+@pytest.mark.parametrize("taps", [1, 3])
+def test_gpu_bfloat16_agrees_with_cpu(taps):
+    wide = replace(SMALL, dim=64, streams=(StreamConfig("*", max_length=64, dim=64, heads=1, window=64, taps=taps),))
     batch, gem = make_batch(LENGTHS), opened(model(wide))
     exact = gem(batch, embed(batch))
     gem, moved = gem.cuda(), batch.to("cuda")

@@ -67,10 +67,17 @@ def _record(schedule, turn, H):
 
 
 @gluon.jit
-def _dealt(turn):
-    """This block's `turn`-th item, dealt zigzag."""
+def _dealt(turn, rounds, H, MIXED: gl.constexpr):
+    """This block's `turn`-th item of `rounds`, dealt zigzag.
+
+    Where MIXED each H blocks, which take the heads of one sample, begin at another place of their list, so that long
+    items, bound by products, and short ones, bound by memory, run side by side.
+    """
     blocks = gl.num_programs(0)
     place = gl.program_id(0)
+    if MIXED:
+        turn += rounds * (place // H) // gl.cdiv(blocks, H)
+        turn -= gl.where(turn >= rounds, rounds, 0)
     if turn % 2 == 1:
         place = blocks - 1 - place
     return turn * blocks + place
@@ -118,13 +125,9 @@ def _value(s, scale, ACT: gl.constexpr, FOLD: gl.constexpr):
 
 
 @gluon.jit
-def _item(schedule, turn, rounds, H):
+def _item(schedule, turn, rounds, H, MIXED: gl.constexpr):
     """(head, first query row, query rows left, first key, keys) of this block's `turn`-th item; none past the last."""
-    blocks = gl.num_programs(0)
-    place = gl.program_id(0)
-    if turn % 2 == 1:
-        place = blocks - 1 - place
-    item = turn * blocks + place
+    item = _dealt(turn, rounds, H, MIXED)
     entry = schedule + 4 * (item // H)
     live = turn < rounds
     return (item % H, gl.load(entry, mask=live, other=0), gl.load(entry + 1, mask=live, other=0),
@@ -132,13 +135,13 @@ def _item(schedule, turn, rounds, H):
 
 
 @gluon.jit
-def _next_item(schedule, turn, rounds, H):
+def _next_item(schedule, turn, rounds, H, MIXED: gl.constexpr):
     """The next item that has queries."""
     turn += 1
-    head, q_row, q_left, kv_begin, kv_length = _item(schedule, turn, rounds, H)
+    head, q_row, q_left, kv_begin, kv_length = _item(schedule, turn, rounds, H, MIXED)
     while (turn < rounds) & (q_left == 0):
         turn += 1
-        head, q_row, q_left, kv_begin, kv_length = _item(schedule, turn, rounds, H)
+        head, q_row, q_left, kv_begin, kv_length = _item(schedule, turn, rounds, H, MIXED)
     return turn, head, q_row, q_left, kv_length
 
 
@@ -151,7 +154,7 @@ def produce(
     kv_loads = 0
     rounds = _rounds(count * H)
     for turn in range(0, rounds):
-        head, q_row, q_left, kv_begin, kv_length = _item(schedule, turn, rounds, H)
+        head, q_row, q_left, kv_begin, kv_length = _item(schedule, turn, rounds, H, RESIDENT)
         q_rows = q_left if RESIDENT else gl.minimum(q_left, 2 * ROWS)
         q_end = gl.where(q_rows > 0, gl.maximum(q_rows, 2 * ROWS), 0)  # each warpgroup takes part in every item
         for first in range(0, q_end, ROWS):
@@ -192,7 +195,7 @@ def consume(
     factor = 0.5 * scale if FOLD else 1.0
     rounds = _rounds(count * H)
     zero = rounds * 0  # a constant would have another type than what a loop carries
-    turn, head, q_row, q_left, kv_length = _next_item(schedule, zero - 1, rounds, H)
+    turn, head, q_row, q_left, kv_length = _next_item(schedule, zero - 1, rounds, H, RESIDENT)
     base = zero
     steps = zero
     first = ROWS * ((HALF + turn) % 2)
@@ -226,7 +229,7 @@ def consume(
             first += 2 * ROWS
             if done:
                 base += j + 1
-                turn, head, q_row, q_left, kv_length = _next_item(schedule, turn, rounds, H)
+                turn, head, q_row, q_left, kv_length = _next_item(schedule, turn, rounds, H, RESIDENT)
                 first = ROWS * ((HALF + turn) % 2)
                 rows = q_left if RESIDENT else gl.minimum(q_left, 2 * ROWS)
             j = 0
@@ -289,9 +292,11 @@ def forward(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    go = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(go.index(i), count=1)
+    go = q_full  # a barrier that is made and not used would lose its place to other data, and may spoil it
+    if TURNS:
+        go = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(2):
+            mbarrier.init(go.index(i), count=1)
     for i in gl.static_range(2 * Q_STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)

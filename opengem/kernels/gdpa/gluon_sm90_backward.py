@@ -41,6 +41,7 @@ from opengem.kernels.gdpa.gluon_sm90 import (
     _ahead,
     _dealt,
     _load_rows,
+    _rounds,
     _tanh,
     _zero_rows,
 )
@@ -141,17 +142,19 @@ def _produce(
     q_desc, g_desc, k_desc, v_desc, tiles_ptr, places_ptr, k_ring, v_ring, q_ring, g_ring, notes, claims, k_full,
     k_empty, v_full, v_empty, q_full, q_empty, g_full, g_empty, claimed, taken, entries, items, queue, q_slots, limit,
     H, q_head, g_head, k_head, v_head, D: gl.constexpr, Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr,
-    V_STAGES: gl.constexpr, OWNER: gl.constexpr):
+    V_STAGES: gl.constexpr, OWNER: gl.constexpr, MIXED: gl.constexpr):
     count = 0
     kv_count = 0
     item_count = 0
     item = gl.program_id(0)
+    rounds = _rounds(items)
     if OWNER:
+        item = _dealt(item_count, rounds, H, MIXED)
         q_begin, m, k_begin, n = _ahead(tiles_ptr, item, items, H)
     while item < items:
         if OWNER:
             head = item % H
-            next_item = _dealt(item_count + 1)
+            next_item = gl.where(item_count + 1 < rounds, _dealt(item_count + 1, rounds, H, MIXED), items)
             next_q, next_m, next_k, next_n = _ahead(tiles_ptr, next_item, items, H)
             tiles = gl.maximum((m + ROWS - 1) // ROWS, 1)
             begin = 0
@@ -479,7 +482,7 @@ def backward(
     q_desc, g_desc, k_desc, v_desc, sums_desc, dq, dk, dv, scratch, counters, q_offsets, kv_offsets, schedule, batch,
     list_start, places_start, q_elements, kv_elements, q_slots, limit, scale, H, q_head, g_head, k_head, v_head,
     ACT: gl.constexpr, D: gl.constexpr, Q_STAGES: gl.constexpr, G_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-    FOLD: gl.constexpr, OWNER: gl.constexpr):
+    FOLD: gl.constexpr, OWNER: gl.constexpr, MIXED: gl.constexpr):
     """dq [Tq, H, D], dk and dv [Tkv, H, D] contiguous. One block a multiprocessor.
 
     scratch: fp32 [tiles, 64 * D], q_slots tiles for each block if OWNER, else H * q_slots. counters: int32 zeros, as
@@ -514,12 +517,15 @@ def backward(
     g_empty = gl.allocate_shared_memory(gl.int64, [G_STAGES, 1], mbarrier.MBarrierLayout())
     ds_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ds_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    got = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    stage_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    stage_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    claimed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    # A barrier that is made and not used would lose its place to other data, and may spoil it: an owner makes none.
+    turn, got, stage_full, stage_empty, claimed, taken = k_full, k_full, k_full, ds_full, k_full, k_full
+    if not OWNER:
+        turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        got = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        stage_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        stage_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        claimed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(Q_STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
@@ -532,14 +538,16 @@ def backward(
     for i in gl.static_range(2):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=2)
-        mbarrier.init(turn.index(i), count=1)
-        mbarrier.init(got.index(i), count=2)
-        mbarrier.init(claimed.index(i), count=1)
-        mbarrier.init(taken.index(i), count=2)
-        mbarrier.init(stage_full.index(i), count=2)
+        if not OWNER:
+            mbarrier.init(turn.index(i), count=1)
+            mbarrier.init(got.index(i), count=2)
+            mbarrier.init(claimed.index(i), count=1)
+            mbarrier.init(taken.index(i), count=2)
+            mbarrier.init(stage_full.index(i), count=2)
     mbarrier.init(ds_full, count=2)
     mbarrier.init(ds_empty, count=2)
-    mbarrier.init(stage_empty, count=1)
+    if not OWNER:
+        mbarrier.init(stage_empty, count=1)
     if OWNER:
         gl.warp_specialize([
             (_consume, (
@@ -553,7 +561,8 @@ def backward(
             (_produce, (
                 q_desc, g_desc, k_desc, v_desc, tiles_ptr, places_ptr, k_ring, v_ring, q_ring, g_ring, notes, claims,
                 k_full, k_empty, v_full, v_empty, q_full, q_empty, g_full, g_empty, claimed, taken, entries, items,
-                counters, q_slots, limit, H, q_head, g_head, k_head, v_head, D, Q_STAGES, G_STAGES, V_STAGES, OWNER)),
+                counters, q_slots, limit, H, q_head, g_head, k_head, v_head, D, Q_STAGES, G_STAGES, V_STAGES, OWNER,
+                MIXED)),
         ], [4, 1], [240, 24])
     else:
         gl.warp_specialize([
@@ -569,7 +578,7 @@ def backward(
                 q_desc, g_desc, k_desc, v_desc, tiles_ptr, places_ptr, k_ring, v_ring, q_ring, g_ring, notes, claims,
                 k_full, k_empty, v_full, v_empty, q_full, q_empty, g_full, g_empty, claimed, taken, entries, items,
                 counters + H * q_slots, q_slots, limit, H, q_head, g_head, k_head, v_head, D, Q_STAGES, G_STAGES,
-                V_STAGES, OWNER)),
+                V_STAGES, OWNER, MIXED)),
             (_add, (
                 sums_desc, counters, tiles_ptr, places_ptr, stage, claims, turn, got, stage_full, stage_empty, claimed,
                 taken, entries, items, q_slots, limit, 0)),

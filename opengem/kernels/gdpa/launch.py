@@ -170,7 +170,7 @@ def _backward_in_one(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, max_q
         (*gluon_sm90.ragged(*((x, 64) for x in (q, grad, k, v))), gluon_sm90.plain(scratch), dq, dk, dv, scratch,
          counters, q_offsets, kv_offsets, schedule, plan.batch, list_start, places, dq.numel(), dk.numel(), q_slots,
          multiprocessors(q.device) // 2, scale, plan.heads, *head_strides),
-        (activation, plan.dim, *BACKWARD_STAGES, 2 if owner else 1, fold, owner))
+        (activation, plan.dim, *BACKWARD_STAGES, 2 if owner else 1, fold, owner, owner and max_q <= OWNER_KEYS))
     return dq, dk, dv
 
 

@@ -3,9 +3,10 @@
 A block of the quantised result spans 32 rows and its scale needs their statistics first, so every element is looked at
 twice. Held in registers that is too few bytes under way; here a program keeps 32 or 64 KB in shared memory, several
 programs share a multiprocessor, and while one computes the others load. Rows of more than 1,024 elements (512 with a
-residual, which takes half of the room) are split between programs that hand each other their share of the statistics
-through memory. They wait only for programs of the same rows, which start together, and add the shares in order: the
-same bits every run.
+residual, which takes half of the room) are split between the programs of a thread block cluster: each sends its sums of
+the 32 rows to every member, itself included, and all add them in the same order, so that they come to the same bits,
+every run. A sum goes by `st.async` straight into the shared memory of the other, where a barrier counts the bytes:
+nobody polls memory. Triton has no words for another program's shared memory, so that part is assembly.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from opengem.kernels.launch import aligned, kind_of, launch
+from opengem.kernels.launch import aligned, has_clusters, kind_of, launch
 from opengem.kernels.norm import triton as portable
 
 KEEP_NAN = gl.constexpr(tl.PropagateNan.ALL)
 SLICE = gl.constexpr(256)  # columns a program works on at a time: a block of 32 for each of eight warps
 LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [1, 8], [1, 0]))
+SHARE = gl.constexpr(128)  # bytes of the sums of 32 rows
+BOX = gl.constexpr(1024)  # a multiple of what TMA wants of the tiles that lie behind the box
+CLUSTER = 8  # most programs of a cluster that every GPU starts
 
 
 @gluon.jit
@@ -70,65 +74,56 @@ def _quantized(y, KIND: gl.constexpr):
     return gl.convert_layout(gl.reshape(scaled, [32, SLICE]), LAYOUT), exponent
 
 
-@gluon.jit
-def _statistics(x, r, total, top, rows, first, width, CENTERED: gl.constexpr, RESIDUAL: gl.constexpr,
-                PARTS: gl.constexpr, WHOLE: gl.constexpr, BASE: gl.constexpr):
-    """(mean or 0, sum of squares about it) of the columns from `first` on of 32 rows in the slices from `BASE` on.
+@gluon.constexpr_function
+def _open(exchanges, members):
+    """Assembly: $0 is the address of a box: barriers that wait for the sums of all members, and behind them the sums.
 
-    With a residual the sum takes the place of x, and goes to `total` as well.
+    The box is static shared memory, which comes before all that Triton allocates.
     """
-    column = gl.arange(0, SLICE, gl.SliceLayout(0, LAYOUT))
-    sums = gl.zeros([32, SLICE], gl.float32, LAYOUT)
-    for part in gl.static_range(PARTS):
-        values = x.index(BASE + part).load(LAYOUT)
-        if RESIDUAL:
-            values = (_wide(values) + _wide(r.index(BASE + part).load(LAYOUT))).to(x.dtype)
-            x.index(BASE + part).store(values)
-            gl.store(total + _cells(first + part * SLICE, width), values,
-                     mask=_live(top, rows, first + part * SLICE + column, width, WHOLE))
-        values = _wide(values)
-        sums += values if CENTERED else values * values
-    squares = gl.sum(sums, 1)
-    mean = gl.zeros_like(squares)
-    if CENTERED:
-        mean = squares / gl.minimum(width - first, PARTS * SLICE).to(gl.float32)
-        sums = gl.zeros([32, SLICE], gl.float32, LAYOUT)
-        for part in gl.static_range(PARTS):
-            values = _wide(x.index(BASE + part).load(LAYOUT)) - mean[:, None]
-            if not WHOLE:
-                values = gl.where((first + part * SLICE + column < width)[None, :], values, 0.0)
-            sums += values * values
-        squares = gl.sum(sums, 1)
-    return mean, squares
+    size = -(-(BOX.value + exchanges * members * SHARE.value) // BOX.value) * BOX.value
+    barrier = f"""@first mbarrier.init.shared::cta.b64 [$0 + {{at}}], 1;
+        @first fence.mbarrier_init.release.cluster;
+        @first mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0 + {{at}}], {members * SHARE.value};"""
+    return f"""{{ .shared .align {BOX.value} .b8 box[{size}]; .reg .pred first; .reg .b32 thread;
+        mov.u32 $0, box; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0;
+        {" ".join(barrier.format(at=8 * i) for i in range(exchanges))}
+        barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned; }}"""
+
+
+@gluon.constexpr_function
+def _exchange(which, members):
+    """Assembly: $4-$7, this program's sums of four rows, go to all members; $0-$3 become the sums of all.
+
+    $8: the box; $12: this member. All warps hold the same, and so do four neighbouring lanes: those of the first warp
+    send to every fourth member each. Nobody sends here once all have, so a program may end when it has read its box.
+    """
+    base = BOX.value + which * members * SHARE.value
+    parts = [f"""{{ .reg .pred done, live; .reg .b32 thread, lane, mine, slot, bar, to, far, farbar;
+        .reg .f32 a, b, c, d; mov.u32 thread, %tid.x; and.b32 lane, thread, 3; bfe.u32 mine, thread, 2, 3;
+        mad.lo.u32 mine, mine, 16, $8;
+        mad.lo.u32 slot, $12, {SHARE.value}, mine; add.u32 bar, $8, {8 * which};"""]
+    for first in range(0, members, 4):
+        parts.append(f"""add.u32 to, lane, {first}; setp.lt.u32 live, to, {members};
+            setp.lt.and.u32 live, thread, 32, live;
+            @live mapa.shared::cluster.u32 far, slot, to; @live mapa.shared::cluster.u32 farbar, bar, to;
+            @live st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [far + {base}], {{$4, $5, $6, $7}},
+            [farbar];""")
+    parts.append("""again: mbarrier.try_wait.parity.shared::cta.b64 done, [bar], 0; @!done bra again;
+        mov.f32 $0, 0f00000000; mov.f32 $1, $0; mov.f32 $2, $0; mov.f32 $3, $0;""")
+    for place in range(base, base + members * SHARE.value, SHARE.value):
+        parts.append(f"""ld.shared.v4.f32 {{a, b, c, d}}, [mine + {place}];
+            add.f32 $0, $0, a; add.f32 $1, $1, b; add.f32 $2, $2, c; add.f32 $3, $3, d;""")
+    return " ".join(parts) + " }"
 
 
 @gluon.jit
-def _hand_over(share, mean, squares):
-    """Both numbers of each row as one word, so that who reads it reads both; -1 stands for no word yet."""
-    word = (mean.to(gl.int32, bitcast=True).to(gl.int64) << 32) | squares.to(gl.uint32, bitcast=True).to(gl.int64)
-    gl.atomic_xchg(share + gl.arange(0, 32, mean.type.layout), word, sem="relaxed")
-
-
-@gluon.jit
-def _joined(shares, columns, width, MEMBERS: gl.constexpr, CENTERED: gl.constexpr):
-    """Statistics of whole rows from those of all members' columns (Chan, Golub and LeVeque), in the members' order."""
-    row = gl.arange(0, 32, gl.SliceLayout(1, LAYOUT))
-    mean = gl.zeros([32], gl.float32, gl.SliceLayout(1, LAYOUT))
-    squares = gl.zeros([32], gl.float32, gl.SliceLayout(1, LAYOUT))
-    for member in gl.static_range(MEMBERS):
-        word = gl.load(shares + member * 32 + row, volatile=True)
-        while gl.max((word == -1).to(gl.int32), 0) > 0:
-            word = gl.load(shares + member * 32 + row, volatile=True)
-        theirs = (word & 0xFFFFFFFF).to(gl.uint32).to(gl.float32, bitcast=True)
-        if CENTERED:
-            middle = (word >> 32).to(gl.int32).to(gl.float32, bitcast=True)
-            before = member * columns
-            count = gl.minimum(width - before, columns).to(gl.float32)
-            part = count / (before + count)
-            theirs += (middle - mean) * (middle - mean) * (before * part)
-            mean += (middle - mean) * part
-        squares += theirs
-    return mean, squares
+def _totals(sums, box, member, WHICH: gl.constexpr, MEMBERS: gl.constexpr):
+    """Sums of the 32 rows whose elements all members have summed in `sums` `[32, SLICE]`."""
+    total = gl.sum(sums, 1)
+    if MEMBERS > 1:
+        total = gl.inline_asm_elementwise(_exchange(WHICH, MEMBERS), "=&f,=&f,=&f,=&f,f,f,f,f,r,r,r,r,r,r,r,r",
+                                          [total, box, member], dtype=gl.float32, is_pure=False, pack=4)
+    return total
 
 
 @gluon.jit
@@ -147,6 +142,41 @@ def _live(top, rows, column, width, WHOLE: gl.constexpr):
 
 
 @gluon.jit
+def _sums(x, r, total, ready, top, rows, first, width, CENTERED: gl.constexpr, RESIDUAL: gl.constexpr,
+          PARTS: gl.constexpr, WHOLE: gl.constexpr, BASE: gl.constexpr):
+    """Sums (of squares, unless CENTERED) over the slices from `BASE` on, `[32, SLICE]`, as they come.
+
+    With a residual the sum takes the place of x, and goes to `total` as well.
+    """
+    column = gl.arange(0, SLICE, gl.SliceLayout(0, LAYOUT))
+    sums = gl.zeros([32, SLICE], gl.float32, LAYOUT)
+    for part in gl.static_range(PARTS):
+        mbarrier.wait(ready[BASE + part], 0)
+        values = x[BASE + part].load(LAYOUT)
+        if RESIDUAL:
+            values = (_wide(values) + _wide(r[BASE + part].load(LAYOUT))).to(values.dtype)
+            x[BASE + part].store(values)
+            gl.store(total + _cells(first + part * SLICE, width), values,
+                     mask=_live(top, rows, first + part * SLICE + column, width, WHOLE))
+        values = _wide(values)
+        sums += values if CENTERED else values * values
+    return sums
+
+
+@gluon.jit
+def _squares(x, mean, first, width, PARTS: gl.constexpr, WHOLE: gl.constexpr, BASE: gl.constexpr):
+    """Sums of squares about the mean, `[32, SLICE]`."""
+    column = gl.arange(0, SLICE, gl.SliceLayout(0, LAYOUT))
+    sums = gl.zeros([32, SLICE], gl.float32, LAYOUT)
+    for part in gl.static_range(PARTS):
+        values = _wide(x[BASE + part].load(LAYOUT)) - mean[:, None]
+        if not WHOLE:
+            values = gl.where((first + part * SLICE + column < width)[None, :], values, 0.0)
+        sums += values * values
+    return sums
+
+
+@gluon.jit
 def _quantize_rows(x, mean, rstd, weight, bias, data, scale, top, rows, first, width, CENTERED: gl.constexpr,
                    WEIGHT: gl.constexpr, BIAS: gl.constexpr, PARTS: gl.constexpr, WHOLE: gl.constexpr,
                    BASE: gl.constexpr):
@@ -154,7 +184,7 @@ def _quantize_rows(x, mean, rstd, weight, bias, data, scale, top, rows, first, w
     for part in gl.static_range(PARTS):
         start = first + part * SLICE
         column = start + gl.arange(0, SLICE, gl.SliceLayout(0, LAYOUT))
-        y = _wide(x.index(BASE + part).load(LAYOUT))
+        y = _wide(x[BASE + part].load(LAYOUT))
         if CENTERED:
             y = y - mean[:, None]
         y = y * rstd[:, None]
@@ -165,67 +195,63 @@ def _quantize_rows(x, mean, rstd, weight, bias, data, scale, top, rows, first, w
         mask = _live(top, rows, column, width, WHOLE)
         if CENTERED or BIAS:
             y = gl.where(mask, y, 0.0)
-        scaled, exponent = _quantized(y, x.dtype)
+        scaled, exponent = _quantized(y, x[BASE + part].dtype)
         gl.store(data + _cells(start, width), scaled, mask=mask)
         block = start // 32 + gl.arange(0, SLICE // 32, exponent.type.layout)
         gl.store(scale + block, exponent.to(gl.uint8), mask=(block < gl.cdiv(width, 32)) & (top < rows))
 
 
 @gluon.jit
-def _finish(x, mean, squares, weight, bias, data, scale, mean_out, rstd_out, top, rows, first, width, eps,
-            CENTERED: gl.constexpr, WEIGHT: gl.constexpr, BIAS: gl.constexpr, PARTS: gl.constexpr, WHOLE: gl.constexpr,
-            BASE: gl.constexpr):
-    rstd = gl.rsqrt(squares / width + eps)
-    row = top + gl.arange(0, 32, rstd.type.layout)
-    if first == 0:
-        gl.store(rstd_out + row, rstd, mask=row < rows)
-        if CENTERED:
-            gl.store(mean_out + row, mean, mask=row < rows)
-    _quantize_rows(x, mean, rstd, weight, bias, data, scale, top, rows, first, width, CENTERED, WEIGHT, BIAS, PARTS,
-                   WHOLE, BASE)
+def _store_rows(out, value, top, rows):
+    row = top + gl.arange(0, 32, value.type.layout)
+    gl.store(out + row, value, mask=row < rows)
 
 
 @gluon.jit(do_not_specialize=["rows"])
-def _forward_mx(x_desc, r_desc, weight, bias, data, scale, total, mean_out, rstd_out, shares, rows, width, eps,
+def _forward_mx(x_desc, r_desc, weight, bias, data, scale, total, mean_out, rstd_out, rows, width, eps,
                 CENTERED: gl.constexpr, RESIDUAL: gl.constexpr, WEIGHT: gl.constexpr, BIAS: gl.constexpr,
                 TILES: gl.constexpr, PARTS: gl.constexpr, MEMBERS: gl.constexpr, WHOLE: gl.constexpr):
     """`TILES` times 32 rows, of each the `PARTS` slices of columns that belong to this member of `MEMBERS`."""
     member, group = gl.program_id(0) % MEMBERS, gl.program_id(0) // MEMBERS * TILES
     first = member * (PARTS * SLICE)
-    x = gl.allocate_shared_memory(x_desc.dtype, [TILES * PARTS, 32, SLICE], x_desc.layout)
-    r = x
-    if RESIDUAL:
-        r = gl.allocate_shared_memory(x_desc.dtype, [TILES * PARTS, 32, SLICE], x_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
-    for tile in gl.static_range(TILES):
-        mbarrier.init(ready.index(tile), count=1)
-    for tile in gl.static_range(TILES):
-        mbarrier.expect(ready.index(tile), (2 if RESIDUAL else 1) * PARTS * x_desc.block_type.nbytes)
-        for part in gl.static_range(PARTS):
-            at, slot = [(group + tile) * 32, first + part * SLICE], tile * PARTS + part
-            tma.async_copy_global_to_shared(x_desc, at, ready.index(tile), x.index(slot))
-            if RESIDUAL:
-                tma.async_copy_global_to_shared(r_desc, at, ready.index(tile), r.index(slot))
+    SLOTS: gl.constexpr = TILES * PARTS
+    EACH: gl.constexpr = 2 if CENTERED else 1  # exchanges a tile
+    x, r, ready = (), (), ()  # an allocation each: between accesses to one the compiler makes all threads wait
+    for _ in gl.static_range(SLOTS):
+        x = x + (gl.allocate_shared_memory(x_desc.dtype, [32, SLICE], x_desc.layout),)
+        ready = ready + (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)
+        if RESIDUAL:
+            r = r + (gl.allocate_shared_memory(x_desc.dtype, [32, SLICE], x_desc.layout),)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(ready[slot], count=1)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.expect(ready[slot], (2 if RESIDUAL else 1) * x_desc.block_type.nbytes)
+    for slot in gl.static_range(SLOTS):
+        at = [(group + slot // PARTS) * 32, first + slot % PARTS * SLICE]
+        tma.async_copy_global_to_shared(x_desc, at, ready[slot], x[slot])
+        if RESIDUAL:
+            tma.async_copy_global_to_shared(r_desc, at, ready[slot], r[slot])
+    box = 0
+    if MEMBERS > 1:
+        box = gl.inline_asm_elementwise(_open(TILES * EACH, MEMBERS), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     for tile in gl.static_range(TILES):
         block_row = (group + tile).to(gl.int64)
         top, base = (group + tile) * 32, block_row * 32 * width
-        mbarrier.wait(ready.index(tile), 0)
-        mean, squares = _statistics(x, r, total + base, top, rows, first, width, CENTERED, RESIDUAL, PARTS, WHOLE,
-                                    tile * PARTS)
-        if MEMBERS > 1:
-            _hand_over(shares + (block_row * MEMBERS + member) * 32, mean, squares)
-        else:
-            _finish(x, mean, squares, weight, bias, data + base, scale + block_row * gl.cdiv(width, 32), mean_out,
-                    rstd_out, top, rows, first, width, eps, CENTERED, WEIGHT, BIAS, PARTS, WHOLE, tile * PARTS)
-    if MEMBERS > 1:
-        for tile in gl.static_range(TILES):
-            block_row = (group + tile).to(gl.int64)
-            top, base = (group + tile) * 32, block_row * 32 * width
-            mean, squares = _joined(shares + block_row * (MEMBERS * 32), PARTS * SLICE, width, MEMBERS, CENTERED)
-            _finish(x, mean, squares, weight, bias, data + base, scale + block_row * gl.cdiv(width, 32), mean_out,
-                    rstd_out, top, rows, first, width, eps, CENTERED, WEIGHT, BIAS, PARTS, WHOLE, tile * PARTS)
-    for tile in gl.static_range(TILES):
-        mbarrier.invalidate(ready.index(tile))
+        sums = _sums(x, r, total + base, ready, top, rows, first, width, CENTERED, RESIDUAL, PARTS, WHOLE, tile * PARTS)
+        joined = _totals(sums, box, member, tile * EACH, MEMBERS)
+        mean = joined / width
+        if CENTERED:
+            if first == 0:
+                _store_rows(mean_out, mean, top, rows)
+            sums = _squares(x, mean, first, width, PARTS, WHOLE, tile * PARTS)
+            joined = _totals(sums, box, member, tile * EACH + 1, MEMBERS)
+        rstd = gl.rsqrt(joined / width + eps)
+        if first == 0:
+            _store_rows(rstd_out, rstd, top, rows)
+        _quantize_rows(x, mean, rstd, weight, bias, data + base, scale + block_row * gl.cdiv(width, 32), top,
+                       rows, first, width, CENTERED, WEIGHT, BIAS, PARTS, WHOLE, tile * PARTS)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.invalidate(ready[slot])
 
 
 def _descriptor(x: Tensor) -> TensorDescriptor:
@@ -233,17 +259,25 @@ def _descriptor(x: Tensor) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [32, SLICE.value], layout)
 
 
-def _plan(slices: int, residual: bool) -> tuple[int, int]:
-    """(tiles of 32 rows, slices of each) a program takes of rows of so many slices: what was fastest on an H200."""
-    parts = min(2 if residual else 4, 1 << (slices - 1).bit_length())
-    return 2 if parts == 1 and not residual else 1, parts
+def _plan(slices: int, residual: bool) -> tuple[int, int, int]:
+    """(tiles of 32 rows, slices of each) a program takes of rows of so many slices, and programs of a cluster.
+
+    What was fastest on an H200, but for more members than any GPU has to start together: then all are as large as fit.
+    """
+    parts = min(2 if residual and slices <= 2 * CLUSTER else 4, 1 << (slices - 1).bit_length())
+    return 2 if parts == 1 and not residual else 1, parts, -(-slices // parts)
 
 
 def norm_quantize_forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
                           centered: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See `reference.norm_quantize_forward`; rows that do not start at 16 bytes, which TMA needs, go to Triton."""
+    """See `reference.norm_quantize_forward`; rows that do not start at 16 bytes, which TMA needs, go to Triton.
+
+    So do rows too wide for one program where Triton is a version that cannot be told to launch clusters.
+    """
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
-    if not aligned(x, *(() if residual is None else (residual,))):
+    slices = -(-x.shape[1] // SLICE.value)
+    tiles, parts, members = _plan(slices, residual is not None)
+    if not aligned(x, *(() if residual is None else (residual,))) or members > 1 and not has_clusters():
         return portable.norm_quantize_forward(x, residual, weight, bias, eps, centered)
     rows, width = x.shape
     data = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
@@ -251,15 +285,9 @@ def norm_quantize_forward(x: Tensor, residual: Tensor | None, weight: Tensor | N
     total, mean, rstd = portable.row_outputs(x, residual, centered)
     if not rows:
         return data, scale, total, mean, rstd
-    slices = -(-width // SLICE.value)
-    tiles, parts = _plan(slices, residual is not None)
-    groups, members = -(-scale.shape[0] // tiles), -(-slices // parts)
-    shares = x.new_empty(0, dtype=torch.int64)
-    if members > 1:
-        shares = torch.full((groups * tiles * members * 32,), -1, dtype=torch.int64, device=x.device)
     tensors = [x if y is None else y.contiguous() for y in (residual, weight, bias)]
     present = (y is not None for y in (residual, weight, bias))
-    launch(_forward_mx, (groups * members, 1, 1), kind_of(x, *tensors, facts=(width,)),
-           (_descriptor(x), _descriptor(tensors[0]), *tensors[1:], data, scale, total, mean, rstd, shares, rows, width,
-            eps), (centered, *present, tiles, parts, members, width % (SLICE.value * parts) == 0), warps=8)
+    launch(_forward_mx, (-(-scale.shape[0] // tiles), 1, 1), kind_of(x, *tensors, facts=(width,)),
+           (_descriptor(x), _descriptor(tensors[0]), *tensors[1:], data, scale, total, mean, rstd, rows, width, eps),
+           (centered, *present, tiles, parts, members, width % (SLICE.value * parts) == 0), warps=8, cluster=members)
     return data, scale, total, mean, rstd

@@ -16,8 +16,7 @@ from opengem.kernels.launch import kind_of, launch, multiprocessors
 from opengem.kernels.mx.triton import quantize_tile
 
 WIDE = 1024  # above it the forward has eight warps, not four
-TILE = 2048  # elements of a tile of the forward
-CENTERED_TILE = 4096  # the same where the mean is taken as well
+TILE = 2048  # elements of a tile of the forward; half as many warps where the mean is taken as well
 WIDE_TILE = 8192
 BACKWARD_TILE = 2048  # the same for the backward, which holds more of them
 BACKWARD_PROGRAMS = 2  # of eight warps an SM
@@ -253,7 +252,7 @@ def norm_forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias
     y, (total, mean, rstd) = x.new_empty(x.shape), row_outputs(x, residual, centered)
     tensors, key, present = _inputs(x, residual, weight, bias)
     padded = triton.next_power_of_2(width)
-    tile, warps = (WIDE_TILE, 8) if padded > WIDE else (CENTERED_TILE if centered else TILE, 4)
+    tile, warps = (WIDE_TILE, 8) if padded > WIDE else (TILE, 2 if centered else 4)
     tile_rows = max(1, tile // padded)
     if rows:
         launch(_forward, (triton.cdiv(rows, tile_rows), 1, 1), key, (*tensors, y, total, mean, rstd, rows, width, eps),

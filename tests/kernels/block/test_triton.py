@@ -8,7 +8,7 @@ import torch
 from opengem.kernels import backend
 from opengem.kernels.block.op import block_attention, pack_angles
 from opengem.kernels.rope.op import apply_rope, rope_tables
-from tests.kernels.aot import assert_on_tensor_cores, compile_ahead
+from tests.kernels.aot import assert_barriers_apart, assert_on_tensor_cores, compile_ahead
 from tests.kernels.block.test_op import SAME, naive
 from tests.kernels.grid import LENGTHS, fused_views, offsets
 from tests.kernels.interpret import DEVICE, DTYPES, GPU, capture, close_to, needs_kernels
@@ -234,6 +234,7 @@ def test_gluon_compiles_ahead_of_time(direction, dim, rope, interleaved):
                           {"HALF": dim // 2, "ROPE": rope, "INTERLEAVED": interleaved}, num_stages=1, num_warps=4,
                           **limit)
     assert_on_tensor_cores(found)
+    assert_barriers_apart(found)
     assert found["shared"] <= 227 * 1024 // (3 if direction == "backward" else 4) - 1024
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kernels.aot import assert_on_tensor_cores, compile_all, job
+from tests.kernels.aot import assert_barriers_apart, assert_on_tensor_cores, compile_all, job
 
 pytest.importorskip("triton")
 TYPES = {"partial": "*fp32", "scratch": "*fp32", "counters": "*i32", "*offsets": "*i64", "schedule": "*i32",
@@ -48,8 +48,8 @@ def hopper(dim: int) -> list[dict]:
         boxes = {"sums_desc": f"tensordesc<fp32[64,{dim}],{gl.NVMMASharedLayout(0, 32, 2)!r}>",
                  "*_desc": f"bf16[1,1,64,{dim}]"}
         stages = dict(zip(("Q_STAGES", "G_STAGES"), launch.BACKWARD_STAGES, strict=True)) | {"FOLD": True}
-        jobs += [("gluon_sm90_backward:backward", boxes, stages | {"OWNER": owner, "V_STAGES": 1 + owner})
-                 for owner in (False, True)]
+        jobs += [("gluon_sm90_backward:backward", boxes,
+                  stages | {"OWNER": owner, "V_STAGES": 1 + owner, "MIXED": owner}) for owner in (False, True)]
     return [job(f"opengem.kernels.gdpa.{name}", boxes | TYPES, constants | {"ACT": "gelu_tanh", "D": dim},
                 aligned=STRIDES, num_warps=4) for name, boxes, constants in jobs]
 
@@ -63,5 +63,6 @@ def test_compiles_for_the_matrix_unit_without_spills(capability):
 def test_hopper_kernels_are_specialised_fed_by_tma_and_do_not_serialise():
     for found, spill_bytes in zip(compile_all(hopper(128)), (0, 0, 0, 0, 256, 320, 128), strict=True):
         assert_on_tensor_cores(found, spill_bytes)
+        assert_barriers_apart(found)
         assert "cp.async.bulk.tensor" in found["ptx"] and "setmaxnreg" in found["ptx"], found["ptx"]
         assert found["warps"] == 12 and not found["serialised"], found["warps"]

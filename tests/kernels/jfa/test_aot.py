@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kernels.aot import assert_on_tensor_cores, compile_all, job
+from tests.kernels.aot import assert_barriers_apart, assert_on_tensor_cores, compile_all, job
 
 pytest.importorskip("triton")
 TYPES = {"*offsets_ptr": "*i64", "records_ptr": "*i32", "scale*": "fp32"}
@@ -62,6 +62,8 @@ def found():
 @pytest.mark.parametrize("case", CASES)
 def test_compiles_for_the_gpu(case, found):
     assert_on_tensor_cores(found[case], CASES[case][-1])
+    if case.startswith("gluon"):
+        assert_barriers_apart(found[case])
 
 
 def test_a_descriptor_is_what_triton_would_build():

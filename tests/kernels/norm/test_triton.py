@@ -5,7 +5,7 @@ import torch
 
 from opengem.kernels import backend
 from opengem.kernels.mx.op import quantize_mx
-from tests.kernels.aot import compile_ahead
+from tests.kernels.aot import assert_barriers_apart, compile_ahead
 from tests.kernels.interpret import DEVICE, DTYPES, GPU, capture, close_to, needs_kernels
 from tests.kernels.norm.test_op import OURS, leaves
 
@@ -49,7 +49,7 @@ HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0)
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("implementation", ["triton", "gluon"] if HOPPER else ["triton"])
 @pytest.mark.parametrize(
-    "shape", [(1, 64), (33, 384), (70, 1008), (64, 2048), (300, 2064), (40, 8192)] if GPU
+    "shape", [(1, 64), (33, 384), (70, 1008), (1, 1280), (64, 2048), (300, 2064), (40, 8192)] if GPU
     else [(33, 40), (64, 70), (35, 300)])
 def test_fused_quantisation_equals_quantising_the_kernel_output(shape, implementation, kind, residual, dtype,
                                                                 poisoned_empty):
@@ -117,7 +117,7 @@ def test_same_bits_every_run_no_sync_and_graph(kind):
 @pytest.mark.skipif(not HOPPER, reason="the kernel is for compute capability 9.0")
 @pytest.mark.parametrize("width", [256, 1024, 2048, 4096])
 def test_quantised_rows_split_between_programs_have_the_same_bits_every_run(width):
-    """Enough rows that programs wait for each other on a full GPU, odd numbers of tiles included."""
+    """Enough rows that clusters wait for room on a full GPU, odd numbers of tiles included."""
     for rows in (20_001, 32 * 2049):
         x = torch.randn(rows, width, device=DEVICE).bfloat16()
         first = OURS["layer"](x, quantize="e4m3")
@@ -157,9 +157,26 @@ def test_compiles_ahead_of_time_with_loads_under_way(kernel, constants, options)
 ])
 def test_gluon_compiles_ahead_of_time(constants):
     types = {"?_desc": "bf16[32,256]", "weight": "*fp32", "bias": "*fp32", "data": "*fp8e4nv", "scale": "*u8",
-             "total": "*bf16", "*_out": "*fp32", "shares": "*i64", "rows": "i32", "width": "i32", "eps": "fp32"}
+             "total": "*bf16", "*_out": "*fp32", "rows": "i32", "width": "i32", "eps": "fp32"}
     flags = {"CENTERED": False, "RESIDUAL": False, "WEIGHT": True, "BIAS": False}
     found = compile_ahead("opengem.kernels.norm.gluon_sm90:_forward_mx", types, flags | constants, aligned=("width",),
                           num_warps=8)
     assert "cp.async.bulk.tensor" in found["ptx"] and found["spill_bytes"] == 0
-    assert found["shared"] <= 227 * 1024 // 3 - 1024
+    assert_barriers_apart(found)
+    assert found["shared"] <= 227 * 1024 // 3 - 4096  # three programs an SM, with a box of up to 3 KB each
+    clusters = constants["MEMBERS"] > 1
+    assert ("st.async" in found["ptx"]) == clusters
+    assert found["ptx"].count(".b8 box[") == clusters  # assembly that the compiler repeats would reserve a second box
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="the kernel is for compute capability 9.0")
+def test_without_clusters_wide_rows_go_to_triton(monkeypatch):
+    from opengem.kernels.norm import gluon_sm90
+
+    x = torch.randn(70, 2048, device=DEVICE).bfloat16()
+    monkeypatch.setattr(gluon_sm90, "has_clusters", lambda: False)
+    fallback = OURS["rms"](x, quantize="e4m3")
+    with backend.force("triton"):
+        triton = OURS["rms"](x, quantize="e4m3")
+    assert torch.equal(fallback.data.view(torch.uint8), triton.data.view(torch.uint8))
