@@ -68,7 +68,7 @@ LADDER = (
 STAND_INS = {
     "gdpa": {"gdpa": plain.gdpa, "average_and_count": plain.average_and_count},
     "block": {"block_attention": plain.block_attention, "apply_rope": plain.apply_rope},
-    "norm": {name: getattr(plain, name) for name in ("layer_norm", "modulated_norm", "chained_norms")},
+    "norm": {name: getattr(plain, name) for name in ("layer_norm", "layer_norm_on", "modulated_norm", "chained_norms")},
 }
 MODULES = [importlib.import_module(f"opengem.model.{m}") for m in
            ("attention", "blocks", "gem", "heads", "interaction", "tokenizer")]

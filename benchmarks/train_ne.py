@@ -52,8 +52,15 @@ def measure(config: Config, data: Path, rung: str, samples: int, size: int, devi
             job = train.job_of(config, data, device, compiled=rung == "baseline")
             found.append(train.quality(job, data, samples, size, order)["ne"])
     row = {"op": "train", "case": f"{config.name}_ladder_ne", "impl": rung, "peer": None, "ne": found[0],
-           "ne_orders": found, "ne_samples": samples, "ne_batch": size, "dtype": str(job.dtype).removeprefix("torch.")}
+           "ne_orders": found, "ne_samples": samples, "ne_batch": size, "lr": config.optim.lr,
+           "dtype": str(job.dtype).removeprefix("torch.")}  # fmt: skip
     return row | (environment(device) if device.type == "cuda" else {"gpu": "cpu", "torch": torch.__version__})
+
+
+def slower(config: Config, rate: float) -> Config:
+    """The recipe at a share of its rates, which are for larger batches."""
+    optim, sparse = (replace(part, lr=rate * part.lr) for part in (config.optim, config.sparse))
+    return replace(config, optim=optim, sparse=sparse)
 
 
 def main() -> None:
@@ -61,12 +68,13 @@ def main() -> None:
     parser.add_argument("--recipe", default="small")
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--samples", type=int, default=25_600)
-    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--samples", type=int, default=23_040)
+    parser.add_argument("--batch", type=int, default=192)
+    parser.add_argument("--rate", type=float, default=0.5, help="share of the recipe's rates")
     parser.add_argument("--rungs", nargs="*", default=TECHNIQUES, choices=TECHNIQUES)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    config = load_recipe(given.recipe)
+    config = slower(load_recipe(given.recipe), given.rate)
     config = replace(config, train=replace(config.train, dtype=given.dtype))
     run(config, torch.device(given.device), given.out, given.samples, given.batch, tuple(given.rungs))
 

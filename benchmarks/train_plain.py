@@ -107,6 +107,10 @@ def layer_norm(x: Tensor, *, residual: Tensor | None = None):
     return _layer_norm(x) if residual is None else (_layer_norm(h := x + residual), h)
 
 
+def layer_norm_on(x: Tensor) -> tuple[Tensor, Tensor]:
+    return _layer_norm(x), x
+
+
 def modulated_norm(seed: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     return _layer_norm(torch.addcmul(shift[:, None], seed, 1 + scale[:, None]))
 

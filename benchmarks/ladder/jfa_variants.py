@@ -1,15 +1,13 @@
 """Variants of the Hopper backward of jagged flash attention, made by patches of the package's source, on one GPU.
 
-    python -m benchmarks.ladder.jfa_variants check t,td       equal to the package's kernel, repeatable
-    python -m benchmarks.ladder.jfa_variants time t,td        in turn with it, the L2 overwritten
+    python -m benchmarks.ladder.jfa_variants check p4,p8       equal to the package's kernel, repeatable
+    python -m benchmarks.ladder.jfa_variants time p4,p8        in turn with it, the L2 overwritten
 
-t: two warps announce in turn; d: four turns awaited and not yet announced in place of two; td: both.
-r: an announcement is a store that releases, without a fence of its own.
+onemask: as before, one mask for what is past the end, after or before what a query sees.
 twoarrivals: as before, a tile is freed and its sum announced by two arrivals.
 deadbarriers: as before, the kernel of few queries makes barriers that nobody waits for.
-onemask: as before, one mask for what is past the end, after or before what a query sees.
-w3, head_dim 64: three groups of warps, in `benchmarks.ladder.jfa_groups`.
 p4, p8: every fourth or eighth exponential by a polynomial on the FMA pipes (relative error 8.6e-5).
+nofence, noadd: without a part; results may be wrong, the time tells what it costs.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,11 +32,10 @@ from opengem.kernels.jfa.reference import Options
 TWO_ARRIVALS = [
     ("        if EAGER:\n            mbarrier.arrive(empty.index(at), count=1)\n        else:\n",
      "        mbarrier.arrive(empty.index(at), count=1)\n        if not EAGER:\n"),
-    ("empty, STAGES, HAS_LEFT or not HAS_RIGHT, 0", "empty, STAGES, False, 0"),
+    ("empty, STAGES, HAS_LEFT or not HAS_RIGHT", "empty, STAGES, False"),
 ]
 DEAD_BARRIERS = [("        if not DEALT:  # a barrier", "        if True:  # a barrier")]
 NO_FENCE = [("            fence.acq_rel.gpu;\n", "")]
-RELEASE = [("            fence.acq_rel.gpu;\n            st.relaxed", "            st.release")]
 NO_ADDING = [("gl.where(flags & LAST != 0, 2, gl.where(flags & FRESH != 0, 0, 1))", "gl.where(flags >= 0, 2, 2)")]
 EXPONENTIAL = "        p = gl.exp2(s * scale2 - lse2[None, :])\n"
 MIXED = '''
@@ -73,7 +71,7 @@ def polynomial(pack: int) -> list[tuple[str, str]]:
 
 
 ONE_MASK = [
-    ("        p = visible(p, flags, steps, notes, at, right, left, 0, HAS_LEFT, HAS_RIGHT, QUERIES, 8)\n", """\
+    ("        p = visible(p, flags, steps, notes, at, left, right, HAS_LEFT, HAS_RIGHT, QUERIES)\n", """\
         if flags & (PAST + AFTER + BEFORE) != 0:
             first = get(notes, 8 * at + 2, 8)
             key = steps.load(gl.SliceLayout(1, s_layout))
@@ -91,79 +89,33 @@ ONE_MASK = [
 
 @dataclass(frozen=True)
 class Variant:
-    """Numbers of `gluon_sm90_turns`, patches of it and of the products; groups: the products of `jfa_groups`."""
+    """Patches of the module with the products and of `gluon_sm90_turns`."""
 
-    turns: int = 2
-    tellers: int = 1
-    groups: bool = False
     patches: tuple = ()
     turn_patches: tuple = ()
     exact: bool = True  # same sums in the same order: equal bits are wanted
 
-    def of_turns(self) -> list[tuple[str, str]]:
-        return [("TURNS = gl.constexpr(2)", f"TURNS = gl.constexpr({self.turns})"),
-                ("TELLERS = gl.constexpr(1)", f"TELLERS = gl.constexpr({self.tellers})"), *self.turn_patches]
-
-    def of_products(self) -> list[tuple[str, str]]:
-        first = "        (tell, (counters_ptr, orders, done, told, empty, STAGES, "
-        first += "False, 0, 1)),\n" if self.groups else "HAS_LEFT or not HAS_RIGHT, 0, 1)),\n"
-        second = first.replace("0, 1)", "0, 2)") + first.replace("0, 1)", "1, 2)")
-        registers = "40, 40, 40" if self.groups else "24, 24, 24"
-        two = [(first, second), ("1, 1, 1], [", "1, 1, 1, 1], ["),
-               (f"{registers}])", f"{registers}, {registers[:2]}])")]
-        return [*(two if self.tellers == 2 else ()), *self.patches]
-
-
-def switch(turns: str, groups: str | None) -> list[tuple[str, str]]:
-    """Patches of the package: which modules it takes."""
-    patches = [("from opengem.kernels.jfa.gluon_sm90_turns import", f"from {turns} import")]
-    if groups:
-        patches += [
-            ("        _backward_kernel, (min(", "        groups.kernel, (min("),
-            ("ragged(k, KEYS), ragged(v, KEYS), ", "ragged(k, KEYS // 2), ragged(v, KEYS // 2), "),
-            ("ragged(dk, KEYS), ragged(dv, KEYS), dq", "ragged(dk, KEYS // 2), ragged(dv, KEYS // 2), dq"),
-            ("STAGES[dim], spread > 0), 8)", "STAGES[dim], spread > 0), 4)"),
-            ("import triton as portable\n", f"import triton as portable\nimport {groups} as groups\n"),
-        ]
-    return patches
-
 
 VARIANTS = {
-    "package": Variant(),
-    "t": Variant(tellers=2), "d": Variant(turns=4), "td": Variant(turns=4, tellers=2),
-    "r": Variant(turn_patches=tuple(RELEASE)),
-    "rtd": Variant(turns=4, tellers=2, turn_patches=tuple(RELEASE)),
-    "w3rtd": Variant(groups=True, turns=4, tellers=2, turn_patches=tuple(RELEASE)),
-    "twoarrivals": Variant(patches=tuple(TWO_ARRIVALS)), "deadbarriers": Variant(patches=tuple(DEAD_BARRIERS)),
-    "p8td": Variant(turns=4, tellers=2, patches=tuple(polynomial(8)), exact=False),
-    "p4": Variant(patches=tuple(polynomial(4)), exact=False),
-    "onemask": Variant(patches=tuple(ONE_MASK)),
-    "w3": Variant(groups=True), "w3t": Variant(groups=True, tellers=2),
-    "w3td": Variant(groups=True, turns=4, tellers=2), "w3d": Variant(groups=True, turns=4),
-    "w3p8td": Variant(groups=True, turns=4, tellers=2, patches=tuple(polynomial(8)), exact=False),
-    # Without a part: results may be wrong, the time tells what it costs.
-    "nofence": Variant(turn_patches=tuple(NO_FENCE)), "w3nofence": Variant(groups=True, turn_patches=tuple(NO_FENCE)),
-    "noadd": Variant(patches=tuple(NO_ADDING)), "w3noadd": Variant(groups=True, patches=tuple(NO_ADDING)),
+    "package": Variant(), "onemask": Variant(tuple(ONE_MASK)), "twoarrivals": Variant(tuple(TWO_ARRIVALS)),
+    "deadbarriers": Variant(tuple(DEAD_BARRIERS)), "p4": Variant(tuple(polynomial(4)), exact=False),
+    "p8": Variant(tuple(polynomial(8)), exact=False), "nofence": Variant(turn_patches=tuple(NO_FENCE)),
+    "noadd": Variant(tuple(NO_ADDING)),
 }
 
 
 @functools.cache
 def build(name: str):
     """The module of the package with the patches of `name`, each of which must fit in one place."""
-    from benchmarks.ladder import jfa_groups
     from opengem.kernels.jfa import gluon_sm90_backward, gluon_sm90_turns
 
     variant = VARIANTS[name]
-    turns = written(f"jfa_turns_{name}", inspect.getsource(gluon_sm90_turns), variant.of_turns()).__name__
-    text, groups = inspect.getsource(gluon_sm90_backward), None
-    if variant.groups:
-        groups = written(f"jfa_groups_{name}", inspect.getsource(jfa_groups),
-                         switch(turns, None) + variant.of_products()).__name__
-    patches = switch(turns, groups) + ([] if groups else variant.of_products())
-    return written(f"jfa_variant_{name}", text, patches)
+    turns = written(f"jfa_turns_{name}", inspect.getsource(gluon_sm90_turns), variant.turn_patches).__name__
+    switch = ("from opengem.kernels.jfa.gluon_sm90_turns import", f"from {turns} import")
+    return written(f"jfa_variant_{name}", inspect.getsource(gluon_sm90_backward), (switch, *variant.patches))
 
 
-def written(name: str, text: str, patches: list[tuple[str, str]]):
+def written(name: str, text: str, patches: Sequence[tuple[str, str]]):
     """The module of this text, patched."""
     for old, new in patches:
         if text.count(old) != 1:
@@ -248,7 +200,7 @@ def large(name: str, words: list[str]) -> bool:
     """Whole benchmark cases."""
     good = True
     for case, (lengths, _, dim, mask) in CASES.items():
-        if (not words or any(word in case for word in words)) and (dim == 64 or not VARIANTS[name].groups):
+        if not words or any(word in case for word in words):
             lengths = lengths()
             good &= compare(name, inputs(lengths, lengths, dim, mask), 5, case=case)
     return good
@@ -269,11 +221,10 @@ def times(names: list[str], words: list[str], rounds: int = 3) -> None:
         given = inputs(lengths, lengths, dim, mask)
         flops = 2.5 * cost.flops(lengths, lengths, 4, dim, causal=mask.causal, window=mask.window)
         for name in names:
-            if dim == 64 or not VARIANTS[name].groups:
-                build(name).backward(*given)
-                finish(name)
+            build(name).backward(*given)
+            finish(name)
         for turn in range(rounds):
-            for name in [n for n in names if dim == 64 or not VARIANTS[n].groups]:
+            for name in names:
                 ms, low, high = median_ms(functools.partial(build(name).backward, *given), repeats=9)
                 emit(time=name, case=case, round=turn, bwd_ms=ms, bwd_tflops=flops / ms / 1e9, spread=[low, high])
         del given

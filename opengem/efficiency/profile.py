@@ -249,34 +249,36 @@ def timeline(found: list[trace.Interval], table: list[dict]) -> list[list]:
     return stretches
 
 
-def largest_batch(job, batch_of: Callable[[int], Batch], probe: int, limit: int, headroom: float = 0.94) -> Batch:
+def largest_batch(job, batch_of: Callable[[int], Batch], probe: int, limit: int, headroom: float = 0.97) -> Batch:
     """The largest batch of at most `limit` samples with which a training step fits the GPU, a multiple of 8 or `limit`.
 
     batch_of: samples -> batch on the device. What forward holds of `probe` and of half as many samples tells what a
-    sample takes and what a step takes besides; then sizes shrink by a tenth until a step succeeds.
-    torch.OutOfMemoryError if not even 8 samples fit.
+    sample takes and what a step takes besides; a size that fits tells it better, and one that does not is shrunk by a
+    tenth. torch.OutOfMemoryError if not even 8 samples fit.
     """
     made = [held(job, batch_of(samples)) for samples in (probe, probe // 2, probe)]  # the first makes workspaces, state
     each = max(1.0, (made[2] - made[1]) / (probe - probe // 2))
+    besides = made[2] - probe * each
     room = headroom * torch.cuda.get_device_properties(job.device).total_memory
-    room -= torch.cuda.memory_allocated() + made[2] - probe * each
-    size = min(limit, max(8, int(room / each) // 8 * 8))
-    while True:
+    room -= torch.cuda.memory_allocated() + besides
+    best, size = None, min(limit, max(8, int(room / each) // 8 * 8))
+    while best is None or size > best.batch_size:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         try:
             batch = batch_of(size)
-            held(job, batch)
+            each = max(1.0, (held(job, batch) - besides) / size)
             torch.cuda.synchronize()
-            return batch
+            best, size = batch, min(limit, int(room / each) // 8 * 8)
         except torch.OutOfMemoryError:
             if size <= 8:
                 raise
-        batch = None
-        for x in job.model.parameters() if job.copies is None else job.copies.of.values():
-            x.grad = None
-        job.embeddings.discard()
-        size = max(8, int(0.9 * size) // 8 * 8)
+            limit, size = size - 8, max(8, int(0.9 * size) // 8 * 8)
+            batch = None
+            for x in job.model.parameters() if job.copies is None else job.copies.of.values():
+                x.grad = None
+            job.embeddings.discard()
+    return best
 
 
 def held(job, batch: Batch) -> int:

@@ -22,7 +22,7 @@ from opengem.config import ModelConfig, StreamConfig
 from opengem.data.batch import Batch, Embedded
 from opengem.data.schema import Feature, Schema
 from opengem.errors import UserError
-from opengem.kernels.norm.op import layer_norm
+from opengem.kernels.norm.op import layer_norm, layer_norm_on
 from opengem.model.attention import rotation
 from opengem.model.blocks import HistorySummary, StreamLayer, StreamState
 from opengem.model.heads import Head
@@ -136,7 +136,8 @@ class GEM(nn.Module):
             angles = rotation(view.history, log_gap, config.dim // config.heads, positions=self.config.rope,
                               time=self.config.time_encoding)
             events = tokenizer(batch, embedded, view)
-            states[name] = StreamState(events, events.map(layer_norm), angles)
+            normed, values = layer_norm_on(events.values)
+            states[name] = StreamState(events.with_values(values), events.with_values(normed), angles)
         return states, counts
 
     def num_parameters(self) -> int:

@@ -10,6 +10,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from opengem.kernels.copy import put
 from opengem.kernels.jfa.op import jagged_flash_attention
 from opengem.kernels.norm.op import layer_norm
 
@@ -101,10 +102,10 @@ class Experts(nn.Module):
     def partition(self, parts: list[Tensor]) -> Tensor:
         """`[M * B, rows, d]`: the tokens of each expert, zeros behind them up to a multiple of 8 rows, since matrix
         products of any other inner size are several times slower."""
-        rows = -(-self.each // 8) * 8
-        missing = rows * self.experts - self.tokens
-        zeros = parts[0].new_zeros(1, 1, 1).expand(parts[0].shape[0], missing, self.dim)
-        return torch.cat([*parts, zeros], 1).unflatten(1, (rows, self.experts)).permute(2, 0, 1, 3).flatten(0, 1)
+        if any(part.shape[1] % self.experts for part in parts):
+            missing = -self.tokens % self.experts
+            parts = [torch.cat([*parts, parts[0].new_zeros(parts[0].shape[0], missing, self.dim)], 1)]
+        return _Deal.apply(self.experts, -(-self.each // 8) * 8, *parts).flatten(0, 1)
 
     def mix(self, maps: Tensor, x: Tensor) -> Tensor:
         """`[M, m, each]` along the tokens of `[M * B, rows, d]`."""
@@ -133,6 +134,29 @@ class Experts(nn.Module):
             total += 4 * rows * self.dim * self.project.numel()
             total += 2 * rows * (self.inner.numel() + self.outer.numel())
         return total
+
+
+class _Deal(torch.autograd.Function):
+    """Token i of all parts `[B, n, d]`, joined, to place i // M of expert i mod M: `[M, B, rows, d]`, zeros behind
+    them. Each number of tokens is a multiple of M. One pass, where a join and a change of layout are two."""
+
+    @staticmethod
+    def forward(ctx, experts: int, rows: int, *parts: Tensor) -> Tensor:
+        ctx.sizes = [part.shape[1] // experts for part in parts]
+        out = parts[0].new_empty(experts, parts[0].shape[0], rows, parts[0].shape[2])
+        *places, rest = out.split([*ctx.sizes, rows - sum(ctx.sizes)], 2)
+        for part, place in zip(parts, places, strict=True):
+            put(place.permute(1, 2, 0, 3), part.unflatten(1, (place.shape[2], experts)))
+        rest.zero_()
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        experts, samples, rows, dim = grad.shape
+        made = [grad.new_empty(samples, size, experts, dim) for size in ctx.sizes]
+        for own, place in zip(made, grad.split([*ctx.sizes, rows - sum(ctx.sizes)], 2), strict=False):
+            put(own, place.permute(1, 2, 0, 3))
+        return None, None, *[own.flatten(1, 2) for own in made]
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -137,11 +137,16 @@ def test_a_batch_of_the_largest_size_that_fits(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
     monkeypatch.setattr(profiles, "held", lambda _, batch: 500_000 + 1000 * batch.batch_size)
-    properties = type("P", (), {"total_memory": (500_000 + 90_000) / 0.94})
+    properties = type("P", (), {"total_memory": (500_000 + 90_000) / 0.97})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     assert profiles.largest_batch(job, batch_of, probe=8, limit=500).batch_size == 56
     assert tried == [8, 4, 8, 88, 72, 64, 56]
     assert profiles.largest_batch(job, batch_of, probe=8, limit=20).batch_size == 20
+    tried.clear()  # the probe's histories happen to be long: the first size that fits tells
+    each = lambda samples: 3000 if samples <= 8 else 1000  # noqa: E731
+    monkeypatch.setattr(profiles, "held", lambda _, batch: 500_000 + each(batch.batch_size) * batch.batch_size)
+    assert profiles.largest_batch(job, batch_of, probe=8, limit=500).batch_size == 56
+    assert tried == [8, 4, 8, 24, 88, 72, 64, 56]
 
 
 def test_the_command_prints_a_table_and_writes_the_page(tmp_path, capsys):

@@ -19,6 +19,20 @@ def test_experts_share_out_every_token_once():
     assert experts([x]).shape == (2, 12, 4) and experts([x[:0]]).shape == (0, 12, 4)
 
 
+def test_tokens_are_dealt_out_as_by_a_join_and_a_change_of_layout():
+    for experts, sizes in ((2, (32, 18, 18)), (4, (128, 36, 36)), (2, (32, 17, 18)), (3, (4, 3, 3))):
+        each, parts = Experts(sum(sizes), experts, 8, 2, 2, 3, 8), [torch.randn(3, n, 8) for n in sizes]
+        given, joined = ([part.clone().requires_grad_() for part in parts] for _ in range(2))
+        got = each.partition(given)
+        zeros = torch.zeros(3, got.shape[1] * experts - sum(sizes), 8)
+        want = torch.cat([*joined, zeros], 1).unflatten(1, (-1, experts)).permute(2, 0, 1, 3).flatten(0, 1)
+        assert torch.equal(got, want)
+        weights = torch.randn_like(got)
+        for a, b in zip(*(torch.autograd.grad((x * weights).sum(), y) for x, y in ((got, given), (want, joined))),
+                        strict=True):
+            assert torch.equal(a, b)
+
+
 def test_an_expert_sees_its_own_partition_only():
     experts = Experts(6, 2, 4, 2, 2, 3, 8)
     x = torch.randn(1, 6, 4)

@@ -234,7 +234,7 @@ def _consume(
         dp_next = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
         lse2 = stats.index(0).load(gl.SliceLayout(0, s_layout))
         p = gl.exp2(s * scale2 - lse2[None, :])
-        p = visible(p, flags, steps, notes, at, right, left, 0, HAS_LEFT, HAS_RIGHT, QUERIES, 8)
+        p = visible(p, flags, steps, notes, at, left, right, HAS_LEFT, HAS_RIGHT, QUERIES)
         weights = gl.convert_layout(p.to(dtype), p_layout)
         goes_on = flags & STARTS == 0
         dv_next = warpgroup_mma(weights, dout, dv, use_acc=goes_on, is_async=True)
@@ -343,13 +343,13 @@ def _backward_kernel(
         (_consume, (dq_ptr, scratch_ptr, k_ring, v_ring, q_ring, do_ring, stats_ring, steps, ds_tile, notes, kv_full,
                     staged, q_full, do_full, empty, turn, done, q_stride, scale, left, right, HAS_LEFT, HAS_RIGHT,
                     HEAD_DIM, QUERIES, KEYS, STAGES)),
-        (produce, (q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, records_ptr, k_ring, v_ring, k_ring,
-                    q_ring, do_ring, stats_ring, notes, places, claims, kv_full, staged, q_full, do_full, empty,
-                    claimed, taken, slots, items, q_slots, limit, left, right, GROUP, HAS_LEFT, HAS_RIGHT, HEAD_DIM,
-                    QUERIES, KEYS, STAGES, DEALT)),
+        (produce, (q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, records_ptr, k_ring, v_ring, q_ring,
+                   do_ring, stats_ring, notes, places, claims, kv_full, staged, q_full, do_full, empty, claimed, taken,
+                   slots, items, q_slots, limit, left, right, GROUP, HAS_LEFT, HAS_RIGHT, HEAD_DIM, QUERIES, KEYS,
+                   STAGES, DEALT)),
         (await_turns, (counters_ptr, records_ptr, claims, orders, turn, done, told, claimed, taken, slots, items,
-                        q_slots, limit, left, right, GROUP, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS, DEALT)),
-        (tell, (counters_ptr, orders, done, told, empty, STAGES, HAS_LEFT or not HAS_RIGHT, 0, 1)),
+                       q_slots, limit, left, right, GROUP, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS, DEALT)),
+        (tell, (counters_ptr, orders, done, told, empty, STAGES, HAS_LEFT or not HAS_RIGHT)),
     ], [1, 1, 1], [24, 24, 24])
 
 

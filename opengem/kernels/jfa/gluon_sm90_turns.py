@@ -26,7 +26,6 @@ PAST = gl.constexpr(16)  # some keys are past the end of the sample, after or be
 AFTER = gl.constexpr(32)
 BEFORE = gl.constexpr(64)
 TURNS = gl.constexpr(2)  # turns awaited and not yet announced
-TELLERS = gl.constexpr(1)  # warps that announce, in turn
 
 
 # ---- who works on what, and when -----------------------------------------------------------------------------------
@@ -135,27 +134,22 @@ def _rank(
 
 
 @gluon.jit
-def _write_back(kv, dk_desc, dv_desc, dk_ring, dv_ring, places, KEYS: gl.constexpr):
-    """dk and dv, which may have taken the places of k and v, to global memory."""
-    BOX: gl.constexpr = dk_desc.block_type.shape[2]
+def _write_back(kv, dk_desc, dv_desc, k_ring, v_ring, places):
+    """dk and dv, which have taken the places of k and v, to global memory."""
     end = get(places, 4 * kv, 1)
     row = get(places, 4 * kv + 1, 1)
     column = get(places, 4 * kv + 2, 1)
-    for part in gl.static_range(KEYS // BOX):
-        at = kv * (KEYS // BOX) + part
-        tma.async_copy_shared_to_global(dk_desc, [BOUND, end, row + part * BOX, column], dk_ring.index(at))
-        tma.async_copy_shared_to_global(dv_desc, [BOUND, end, row + part * BOX, column], dv_ring.index(at))
+    tma.async_copy_shared_to_global(dk_desc, [BOUND, end, row, column], k_ring.index(kv))
+    tma.async_copy_shared_to_global(dv_desc, [BOUND, end, row, column], v_ring.index(kv))
     tma.store_wait(0)
 
 
 @gluon.jit
 def produce(
-    q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, records_ptr, k_ring, v_ring, dk_ring, q_ring,
-    do_ring, stats_ring, notes, places, claims, kv_full, staged, q_full, do_full, empty, claimed, taken, slots, items,
-    q_slots, limit, left, right, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    HEAD_DIM: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, DEALT: gl.constexpr):
-    BOX: gl.constexpr = k_desc.block_type.shape[2]
-    PARTS: gl.constexpr = KEYS // BOX
+    q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, records_ptr, k_ring, v_ring, q_ring, do_ring,
+    stats_ring, notes, places, claims, kv_full, staged, q_full, do_full, empty, claimed, taken, slots, items, q_slots,
+    limit, left, right, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HEAD_DIM: gl.constexpr,
+    QUERIES: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, DEALT: gl.constexpr):
     count = 0
     kv_count = 0
     claim_count = 0
@@ -167,16 +161,13 @@ def produce(
             kv = kv_count % 2
             mbarrier.wait(staged.index(kv), ((kv_count // 2) & 1) ^ 1)
             if kv_count >= 2:
-                _write_back(kv, dk_desc, dv_desc, dk_ring, v_ring, places, KEYS)
+                _write_back(kv, dk_desc, dv_desc, k_ring, v_ring, places)
             put(places, 4 * kv, k_begin + n)
             put(places, 4 * kv + 1, BOUND - n + tile * KEYS)
             put(places, 4 * kv + 2, head * HEAD_DIM)
-            mbarrier.expect(kv_full.index(kv), 2 * PARTS * k_desc.block_type.nbytes)
-            for part in gl.static_range(PARTS):
-                row = tile * KEYS + part * BOX
-                at = kv * PARTS + part
-                load_rows(k_desc, k_begin, n, row, head * HEAD_DIM, kv_full.index(kv), k_ring.index(at))
-                load_rows(v_desc, k_begin, n, row, head * HEAD_DIM, kv_full.index(kv), v_ring.index(at))
+            mbarrier.expect(kv_full.index(kv), 2 * k_desc.block_type.nbytes)
+            load_rows(k_desc, k_begin, n, tile * KEYS, head * HEAD_DIM, kv_full.index(kv), k_ring.index(kv))
+            load_rows(v_desc, k_begin, n, tile * KEYS, head * HEAD_DIM, kv_full.index(kv), v_ring.index(kv))
             kv_count += 1
             fresh_low, fresh_high, last_low, last_high = _firsts_and_lasts(
                 tile, n, m, low, high, begin, limit, left, right, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS)
@@ -232,7 +223,7 @@ def produce(
     for back in range(left_over):
         block = kv_count - left_over + back
         mbarrier.wait(staged.index(block % 2), (block // 2) & 1)
-        _write_back(block % 2, dk_desc, dv_desc, dk_ring, v_ring, places, KEYS)
+        _write_back(block % 2, dk_desc, dv_desc, k_ring, v_ring, places)
 
 
 @gluon.jit
@@ -272,33 +263,25 @@ def await_turns(
         if DEALT:
             item += gl.num_programs(0)
         else:
-            # No turn is left to wait for, so taking an item cannot keep others from theirs. But not too early: the
-            # blocks of its sample would wait for this one.
-            if TURNS > 2:
-                mbarrier.wait(told.index((count + TURNS - 3) % TURNS), ((count - 3) // TURNS) & 1, pred=count >= 3)
+            # No turn is left to wait for, so taking an item cannot keep others from theirs.
             item = gl.atomic_add(counters_ptr + items // slots * GROUP * q_slots, 1, sem="relaxed") + gl.num_programs(0)
             at = claim_count % 2
             mbarrier.wait(taken.index(at), ((claim_count // 2) & 1) ^ 1)
             put(claims, at, item)
             mbarrier.arrive(claimed.index(at), count=1)
             claim_count += 1
-    for _ in gl.static_range(TELLERS):
-        at = count % TURNS
-        mbarrier.wait(told.index(at), ((count // TURNS) & 1) ^ 1)
-        put(orders, 2 * at, -1)
-        mbarrier.arrive(done.index(at), count=1)
-        count += 1
+    at = count % TURNS
+    mbarrier.wait(told.index(at), ((count // TURNS) & 1) ^ 1)
+    put(orders, 2 * at, -1)
+    mbarrier.arrive(done.index(at), count=1)
 
 
 @gluon.jit
-def tell(
-    counters_ptr, orders, done, told, empty, STAGES: gl.constexpr, FREES: gl.constexpr, FIRST: gl.constexpr,
-    STEP: gl.constexpr):
-    """Announce that the block has added to its tiles FIRST, FIRST + STEP, ...; FREES: that ends the work on a tile."""
+def tell(counters_ptr, orders, done, told, empty, STAGES: gl.constexpr, FREES: gl.constexpr):
+    """Announce that the block has added to its tiles; FREES: that ends the work on a tile."""
+    mbarrier.wait(done.index(0), 0)
+    place = get(orders, 0, 1)
     count = 0
-    count += FIRST
-    mbarrier.wait(done.index(FIRST), 0)
-    place = get(orders, 2 * FIRST, 1)
     while place >= 0:
         if FREES:
             mbarrier.arrive(empty.index(count % STAGES), count=1)
@@ -311,7 +294,7 @@ def tell(
             }""", "=r,l,r", [(counters_ptr + place).to(gl.int64), get(orders, 2 * at + 1, 1)], gl.int32, is_pure=False,
             pack=1)
         mbarrier.arrive(told.index(at), count=1)
-        count += STEP
+        count += 1
         at = count % TURNS
         mbarrier.wait(done.index(at), (count // TURNS) & 1)
         place = get(orders, 2 * at, 1)
@@ -319,9 +302,8 @@ def tell(
 
 @gluon.jit
 def visible(
-    p, flags, steps, notes, at, right, left, SHIFT: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    QUERIES: gl.constexpr, WARPS: gl.constexpr):
-    """`p` of the keys from SHIFT on, 0 where a query does not see one. Few tiles need a mask, and fewer more than one.
+    p, flags, steps, notes, at, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, QUERIES: gl.constexpr):
+    """`p`, 0 where a query does not see a key. Few tiles need a mask, and fewer more than one.
 
     The numbers 0, 1, 2, ... come from shared memory: of constants the compiler would keep dozens in registers.
     """
@@ -329,16 +311,16 @@ def visible(
     queries: gl.constexpr = gl.SliceLayout(0, p.type.layout)
     if flags & PAST != 0:
         key = steps.load(keys)
-        p = gl.where((key < get(notes, 8 * at + 3, WARPS) - SHIFT)[:, None], p, 0.0)
+        p = gl.where((key < get(notes, 8 * at + 3, 8))[:, None], p, 0.0)
     if HAS_RIGHT:  # noqa: SIM102 (a constant and a value of the kernel do not combine)
         if flags & AFTER != 0:
             key = steps.load(keys)
-            last = steps.slice(0, QUERIES).load(queries) + (get(notes, 8 * at + 2, WARPS) + right - SHIFT)
+            last = steps.slice(0, QUERIES).load(queries) + (get(notes, 8 * at + 2, 8) + right)
             p = gl.where(key[:, None] <= last[None, :], p, 0.0)
     if HAS_LEFT:  # noqa: SIM102
         if flags & BEFORE != 0:
             key = steps.load(keys)
-            first = steps.slice(0, QUERIES).load(queries) + (get(notes, 8 * at + 2, WARPS) - left - SHIFT)
+            first = steps.slice(0, QUERIES).load(queries) + (get(notes, 8 * at + 2, 8) - left)
             p = gl.where(key[:, None] >= first[None, :], p, 0.0)
     return p
 
@@ -347,19 +329,13 @@ def visible(
 
 
 @gluon.constexpr_function
-def _thread(threads):
-    """PTX that finds the number of a thread among `threads`, the first of the block or a multiple of them on."""
-    return "mov.u32 thread, %tid.x;" + ("" if threads == 256 else f" and.b32 thread, thread, {threads - 1};")
-
-
-@gluon.constexpr_function
-def _adding(values, threads):
+def _adding(values):
     """PTX that stores or adds `values` numbers of each thread: of operand $1 (what to do), $2 (where), $3 (what)."""
     operands = [f"${values // 4 + i * values}" for i in range(3)]
-    parts = [f"[at + {4 * threads * i}], {{${base}, ${base + 1}, ${base + 2}, ${base + 3}}};"
+    parts = [f"[at + {1024 * i}], {{${base}, ${base + 1}, ${base + 2}, ${base + 3}}};"
              for i in range(0, values, 4) for base in [values // 4 + 2 * values + i]]
     return "\n".join([
-        "{", ".reg .pred fresh, more;", ".reg .u32 thread;", ".reg .u64 at;", _thread(threads),
+        "{", ".reg .pred fresh, more;", ".reg .u32 thread;", ".reg .u64 at;", "mov.u32 thread, %tid.x;",
         f"mad.wide.u32 at, thread, 16, {operands[1]};", f"setp.eq.s32 fresh, {operands[0]}, 0;",
         f"setp.eq.s32 more, {operands[0]}, 1;", *(f"@fresh st.global.v4.f32 {part}" for part in parts),
         *(f"@more red.relaxed.gpu.global.add.v4.f32 {part}" for part in parts), "}"])
@@ -371,11 +347,11 @@ def _adding_operands(values):
 
 
 @gluon.constexpr_function
-def _reading(values, threads):
+def _reading(values):
     return "\n".join([
-        "{", ".reg .u32 thread;", ".reg .u64 at;", _thread(threads),
+        "{", ".reg .u32 thread;", ".reg .u64 at;", "mov.u32 thread, %tid.x;",
         f"mad.wide.u32 at, thread, 16, ${values};",
-        *(f"ld.relaxed.gpu.global.v4.f32 {{${i}, ${i + 1}, ${i + 2}, ${i + 3}}}, [at + {4 * threads * i}];"
+        *(f"ld.relaxed.gpu.global.v4.f32 {{${i}, ${i + 1}, ${i + 2}, ${i + 3}}}, [at + {1024 * i}];"
           for i in range(0, values, 4)), "}"])
 
 
@@ -385,22 +361,22 @@ def _reading_operands(values):
 
 
 @gluon.jit
-def add_share(address, share, mode, VALUES: gl.constexpr, THREADS: gl.constexpr = 256):
-    """Store (mode 0) or add (mode 1) the numbers that each thread has of `share`; mode 2 does nothing."""
+def add_share(address, share, mode, VALUES: gl.constexpr):
+    """Store (mode 0) or add (mode 1) the numbers that each of 256 threads has of `share`; mode 2 does nothing."""
     gl.inline_asm_elementwise(
-        _adding(VALUES, THREADS), _adding_operands(VALUES), [mode, address, share], gl.int8, is_pure=False, pack=VALUES)
+        _adding(VALUES), _adding_operands(VALUES), [mode, address, share], gl.int8, is_pure=False, pack=VALUES)
 
 
 @gluon.jit
-def sum_so_far(address, share, VALUES: gl.constexpr, THREADS: gl.constexpr = 256):
+def sum_so_far(address, share, VALUES: gl.constexpr):
     """What the blocks before have added, as `share` holds it."""
     return gl.inline_asm_elementwise(
-        _reading(VALUES, THREADS), _reading_operands(VALUES), [address, share], gl.float32, is_pure=False, pack=VALUES)
+        _reading(VALUES), _reading_operands(VALUES), [address, share], gl.float32, is_pure=False, pack=VALUES)
 
 
 @gluon.jit
-def store(base, tile, row, rows, column, stride, ROWS: gl.constexpr, HEAD_DIM: gl.constexpr, WARPS: gl.constexpr = 8):
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [WARPS, 1], [1, 0])
+def store(base, tile, row, rows, column, stride, ROWS: gl.constexpr, HEAD_DIM: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [8, 1], [1, 0])
     own = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     columns = column + gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout))
     address = (row + own).to(gl.int64)[:, None] * stride + columns[None, :]

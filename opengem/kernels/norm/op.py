@@ -37,6 +37,13 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     return _norm("layer_norm", x, weight, bias, residual, eps, quantize, centered=True)
 
 
+def layer_norm_on(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(`layer_norm(x)`, x for whoever reads it next), of a matrix x: the two gradients are added by the norm's
+    backward, where using x again would cost a pass over both."""
+    _check("layer_norm_on", x, None, None, None, None)
+    return _NormOn.apply(x)
+
+
 def _norm(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float,
           quantize: str | None, *, centered: bool):
     _check(op, x, weight, bias, residual, quantize)
@@ -143,3 +150,17 @@ def _gradient(ctx, *grads):
 _norm_fwd = define("norm_fwd", _run_forward, _fake_forward, _save, _gradient)
 _norm_mx_fwd = define("norm_mx_fwd", _run_quantize, _fake_quantize, _save, _gradient)
 _norm_bwd = define("norm_bwd", _run_backward, _fake_backward)
+
+
+class _NormOn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        y, _, mean, rstd = _norm_fwd(x, None, None, None, 1e-5, True)
+        ctx.save_for_backward(x, mean, rstd)
+        return y, x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor | None, rest: Tensor | None) -> Tensor | None:
+        x, mean, rstd = ctx.saved_tensors
+        return rest if grad is None else _norm_bwd(grad, rest, x, None, mean, rstd, False)[0]

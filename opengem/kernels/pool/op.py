@@ -13,6 +13,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 import opengem.kernels.gdpa.op  # noqa: F401 (defines the ops called below, and so does what it imports)
 from opengem.kernels import backend
+from opengem.kernels.copy import put
 from opengem.kernels.custom_op import define
 from opengem.kernels.jfa import cost
 from opengem.kernels.jfa.reference import Options
@@ -101,7 +102,7 @@ def _run_backward(
         of_sums, *count, q_offsets, kv_offsets, None, max_q, max_kv, "relu", scale, False)
     for own, made in zip((dq_average, *room, dq_count, *room_count), (*found[:3], *counted), strict=True):
         if own.data_ptr() != made.data_ptr() or own.stride() != made.stride():
-            own.copy_(made)
+            put(own, made)
     return dq, dkv
 
 

@@ -13,7 +13,7 @@ from opengem.kernels.pool.reference import EPS
 ROWS = 16  # seeds of a program
 BACK_ROWS = 2  # in the backward: its reductions wait for each other, so many small programs hide them
 TILE = 4096  # elements of a program that joins or splits heads
-GROUPS = 16  # programs that share the samples, in the backward
+PROGRAMS = 2048  # of the backward at least, where there are samples enough: 16 on a multiprocessor
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -131,7 +131,8 @@ def modulate(seed: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 def modulate_backward(grad: Tensor, seed: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See `reference.modulate_backward`."""
     (seeds, width), samples = seed.shape, scale.shape[0]
-    groups, tiles = min(GROUPS, samples), triton.cdiv(seeds, BACK_ROWS)
+    tiles = triton.cdiv(seeds, BACK_ROWS)
+    groups = min(triton.cdiv(PROGRAMS, tiles), samples)  # that share the samples
     grad = grad.contiguous()
     dseed = torch.empty(groups, seeds, width, dtype=torch.float32, device=seed.device)
     dscale, dshift = torch.empty(2, tiles, samples, width, dtype=torch.float32, device=seed.device)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from opengem.kernels.mx.op import quantize_mx
 from opengem.kernels.norm import cost
-from opengem.kernels.norm.op import layer_norm, rms_norm
+from opengem.kernels.norm.op import layer_norm, layer_norm_on, rms_norm
 
 OURS = {"rms": rms_norm, "layer": layer_norm}
 THEIRS = {"rms": lambda x, w, b, eps: F.rms_norm(x, x.shape[-1:], w, eps) + (0 if b is None else b),
@@ -40,6 +40,17 @@ def test_forward_and_backward_match_torch(rows, kind, affine, residual, poisoned
     b = torch.autograd.grad((want * seeds[0]).sum() + (total * seeds[1]).sum(), [exact[i] for i in used])
     for p, q in zip(a, b, strict=True):
         torch.testing.assert_close(p.double(), q, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("used", [(True, True), (True, False), (False, True)])
+def test_a_norm_that_hands_its_input_on_adds_both_gradients(used):
+    x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+
+    def loss(normed, handed):
+        return sum(part.sin().sum() for part, wanted in zip((normed, handed), used, strict=True) if wanted)
+
+    (got,), (want,) = (torch.autograd.grad(loss(*pair), [x]) for pair in (layer_norm_on(x), (layer_norm(x), x)))
+    torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
