@@ -109,31 +109,40 @@ def _plant(folder: Path, arguments: Arguments) -> None:
 
 
 def price(folder: Path, module: str, split: str = "test") -> float:
-    """NE of the best prediction without a module, over the best NE, on the rows of `split`.
+    """NE of the best prediction without a module, over the best with it, on the rows of `split`, scored strictly.
 
-    Without its mechanisms, but for what is left to it: small tables still know the mean bias of the segments, and of
-    the items, that share a row; a pass in any order knows each advertiser's mean drift over the training split, which
-    is worse than nothing where the drift has turned by the test split.
+    Without its mechanisms, but for what is left to it: small tables still know the mean bias of the segments that
+    share a row, and of the items that share a row, an advertiser and a sign; a pass in any order knows each
+    advertiser's mean drift over the training split, which is worse than nothing where the drift has turned by the test
+    (the best with time order knows the drift at the end of training).
     """
-    columns = pq.read_table(folder / "samples", columns=["segment", "item", "advertiser"])
+    columns = pq.read_table(folder / "samples", columns=["segment", "item", "advertiser", "ad_sign"])
     ids = {name: columns[name].to_numpy() for name in columns.column_names}
-    oracle, kept = json.loads((folder / "oracle.json").read_text()), {}
+    oracle, kept, whole = json.loads((folder / "oracle.json").read_text()), {}, 1.0
     if module == "tables":
         fit = oracle["terms"]["bias"]
-        shared = sum(_shared(np.array(oracle["terms"][name]))[ids[name]] for name in ("segment", "item"))
-        kept["bias"] = (shared - fit["centre"]) / fit["scale"]
+        segment, item = (np.array(oracle["terms"][name])[ids[name]] for name in ("segment", "item"))
+        known = _mean(segment, ids["segment"] % TABLE_ROWS)
+        known += _mean(item, ids["item"] % TABLE_ROWS, ids["advertiser"], ids["ad_sign"])
+        kept["bias"] = (known - fit["centre"]) / fit["scale"]
     if module == "time_order":
         drift = pq.read_table(folder / "oracle.parquet", columns=["term.drift"])["term.drift"].to_numpy()
-        train, advertiser = _bounds(oracle, "train"), ids["advertiser"]
-        mean = np.bincount(advertiser[train], drift[train]) / np.bincount(advertiser[train])
-        kept["drift"] = mean[advertiser]
-    return joint_price(folder, MODULES[module][1], split, kept)
+        train, advertiser = _bounds(oracle, "train").stop, ids["advertiser"]
+        kept["drift"], newest = (_drift(drift[rows], advertiser[rows])[advertiser] for rows in (
+            slice(0, train), slice(int(0.99 * train), train)))  # fmt: skip
+        whole = joint_price(folder, ("drift",), split, {"drift": newest})
+    return joint_price(folder, MODULES[module][1], split, kept) / whole
 
 
-def _shared(biases: np.ndarray) -> np.ndarray:
-    """The mean of the biases that share a row of a small table, for each id."""
-    row = np.arange(len(biases)) % TABLE_ROWS
-    return (np.bincount(row, biases) / np.bincount(row))[row]
+def _mean(values: np.ndarray, *keys: np.ndarray) -> np.ndarray:
+    """For each row the mean of `values` over the rows that agree with it in all keys (small integers)."""
+    group = np.ravel_multi_index(keys, [key.max() + 1 for key in keys])
+    return (np.bincount(group, values) / np.maximum(np.bincount(group), 1))[group]
+
+
+def _drift(drift: np.ndarray, advertiser: np.ndarray) -> np.ndarray:
+    """The mean drift of each advertiser."""
+    return np.bincount(advertiser, drift) / np.bincount(advertiser)
 
 
 def _bounds(oracle: dict, split: str) -> slice:

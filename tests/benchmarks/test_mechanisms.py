@@ -36,13 +36,12 @@ def test_missing_nothing_costs_nothing_and_two_cost_more_than_one(planted):
 
 
 def test_the_price_of_a_module_counts_what_the_model_still_knows(planted):
-    """Small tables keep some of the segments' biases; the mean drift of the training split is worse than none at all,
-    since the drift has turned when the test split begins."""
+    """Small tables keep some of the biases; the mean drift of the training split is worse than none at all, since the
+    drift has turned when the test split begins."""
     folder, _ = planted
     assert price(folder, WHOLE) == pytest.approx(1)
     assert 1.01 < price(folder, "tables") < joint_price(folder, ("bias",))
     assert joint_price(folder, ("drift",)) < price(folder, "time_order")
-    assert price(folder, "time_order", "train") < joint_price(folder, ("drift",), "train")
 
 
 def test_shares_are_those_of_the_logit(planted):
