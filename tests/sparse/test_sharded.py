@@ -33,6 +33,7 @@ from tests.sparse.workers import (
 )
 
 STEPS, KINDS = 50, ("weight", "moment")
+pytestmark = pytest.mark.timeout(900)  # the first test waits for all groups of processes, on two slow cores as well
 
 
 @pytest.fixture(scope="module")

@@ -46,7 +46,7 @@ ROWS = {"items": 61, "shop": 6, "hour": 24, "tags": 17}
 MIXED = {"items": "column", "tags": "column", "hour": "row"}
 
 
-def spawn(worker, world: int, *args, seconds: float = 100.0) -> list:
+def spawn(worker, world: int, *args, seconds: float = 240.0) -> list:
     """Run `worker(rank, world, *args)` in `world` Gloo processes; returns what each of them returned."""
     with tempfile.TemporaryDirectory() as folder:
         # Processes forked from one that has imported torch, and done nothing else, start in no time.
