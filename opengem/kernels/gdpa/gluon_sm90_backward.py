@@ -46,6 +46,7 @@ from opengem.kernels.gdpa.gluon_sm90 import (
     _zero_rows,
 )
 from opengem.kernels.jfa.gluon_sm90 import get, put
+from opengem.kernels.jfa.gluon_sm90_turns import await_count
 
 KEYS = gl.constexpr(128)  # of a block, at a time; ROWS are keys of a warpgroup, and queries of a tile
 STARTS = gl.constexpr(1)  # the first tile of 128 keys, their last
@@ -103,21 +104,6 @@ def _rank(query_tile, tile, owners, tiles, limit):
     started = ((query_tile + 1) * owners + tiles - 1) // tiles
     wrapped = gl.where(tile < started, started - 1 - tile, started + owners - 1 - tile)
     return gl.where(owners <= limit, wrapped, tile)
-
-
-@gluon.jit
-def _await(counter, rank):
-    """Until the counter has come to `rank`."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred behind;
-        .reg .s32 value;
-        again:
-        ld.acquire.gpu.global.s32 value, [$1];
-        setp.lt.s32 behind, value, $2;
-        @behind bra again;
-        mov.s32 $0, value;
-        }""", "=r,l,r", [counter.to(gl.int64), rank], gl.int32, is_pure=False, pack=1)
 
 
 # ---- the warps beside the products ---------------------------------------------------------------------------------
@@ -210,7 +196,7 @@ def _produce(
             n = next_n
         else:
             if owners <= limit:  # others of this sample must not wait for an item that this block keeps for later
-                _await(queue, item - tile + owners - gl.num_programs(0))
+                await_count(queue, item - tile + owners - gl.num_programs(0))
             item = gl.atomic_add(queue, 1, sem="relaxed") + gl.num_programs(0)
             at = item_count % 2
             mbarrier.wait(taken.index(at), ((item_count // 2) & 1) ^ 1)
@@ -243,14 +229,14 @@ def _add(
             if rank == owners - 1:
                 if turns % 2 == PARITY:
                     if rank > 0:
-                        _await(counters_ptr + place, rank)
+                        await_count(counters_ptr + place, rank)
                     mbarrier.wait(got.index(PARITY), ((turns // 2) & 1) ^ 1)
                     mbarrier.arrive(turn.index(PARITY), count=1)
                 turns += 1
             else:
                 if staged % 2 == PARITY:
                     if rank > 0:
-                        _await(counters_ptr + place, rank)
+                        await_count(counters_ptr + place, rank)
                     mbarrier.wait(stage_full.index(PARITY), (staged // 2) & 1)
                     if rank == 0:
                         tma.async_copy_shared_to_global(sums_desc, [place * ROWS, 0], stage)

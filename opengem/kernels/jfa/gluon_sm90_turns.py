@@ -227,6 +227,21 @@ def produce(
 
 
 @gluon.jit
+def await_count(counter, rank):
+    """Until the counter has come to `rank`."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred behind;
+        .reg .s32 value;
+        again:
+        ld.acquire.gpu.global.s32 value, [$1];
+        setp.lt.s32 behind, value, $2;
+        @behind bra again;
+        mov.s32 $0, value;
+        }""", "=r,l,r", [counter.to(gl.int64), rank], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def await_turns(
     counters_ptr, records_ptr, claims, orders, turn, done, told, claimed, taken, slots, items, q_slots, limit, left,
     right, GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, QUERIES: gl.constexpr,
@@ -245,17 +260,7 @@ def await_turns(
                 rank = _rank(query_tile, tile, n, m, limit, right, HAS_LEFT, HAS_RIGHT, QUERIES, KEYS)
                 at = count % TURNS
                 mbarrier.wait(told.index(at), ((count // TURNS) & 1) ^ 1)
-                gl.inline_asm_elementwise(
-                    """{
-                    .reg .pred behind;
-                    .reg .s32 value;
-                    again:
-                    ld.acquire.gpu.global.s32 value, [$1];
-                    setp.lt.s32 behind, value, $2;
-                    @behind bra again;
-                    mov.s32 $0, value;
-                    }""", "=r,l,r", [(counters_ptr + base + query_tile).to(gl.int64), rank], gl.int32, is_pure=False,
-                    pack=1)
+                await_count(counters_ptr + base + query_tile, rank)
                 put(orders, 2 * at, base + query_tile)
                 put(orders, 2 * at + 1, rank + 1)
                 mbarrier.arrive(turn.index(at), count=1)
