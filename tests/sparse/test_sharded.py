@@ -26,6 +26,7 @@ from tests.sparse.workers import (
     checkpoints,
     config,
     everything,
+    meshes,
     one_process,
     spawn,
     too_few_columns,
@@ -53,6 +54,7 @@ def runs(tmp_path_factory):
     found[3] = [{"checkpoints": each} for each in spawn(checkpoints, 3, folder)]
     found["one again"] = [everything(0, 1, 1, folder)]
     yield found
+    meshes.cache_clear()
     dist.destroy_process_group()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import multiprocessing
 import tempfile
 import time
@@ -149,11 +150,16 @@ def config(**options) -> SparseConfig:
     return SparseConfig(dim=DIM, init_std=0.3, check_replicas=True, **options)
 
 
+@functools.cache
+def meshes(replicas: int) -> mesh.Mesh:
+    """Shared by all collections of a process: every Gloo group brings threads, and their starts take the time."""
+    return mesh.build(mesh.MeshSpec(sparse_replica=replicas), "cpu")
+
+
 def make(replicas: int, placement=None, chunk_bytes=0, replicas_option="exact", **options) -> EmbeddingCollection:
     """A sharded collection with `replicas` copies; tiny chunks are set by hand, since the option counts whole MiB."""
-    meshes = mesh.build(mesh.MeshSpec(sparse_replica=replicas), "cpu")
     options |= {"replicas": replicas_option, "placement": placement or {}}
-    made = shard(SCHEMA, FEATURES, config(**options), "cpu", 3, meshes)
+    made = shard(SCHEMA, FEATURES, config(**options), "cpu", 3, meshes(replicas))
     if chunk_bytes:
         own = made.storage
         shape = (own.pieces_of_shard, sum(p.rows for p in own.pieces_of_shard), DIM, "cpu", own.copies, own.semantics)
@@ -379,10 +385,9 @@ class LiveBytes(TorchDispatchMode):
 def peak(rank: int, world: int) -> tuple[int, int, int, int]:
     """With a table of 20,000 rows: (bytes of a whole shard, chunk_bytes, most bytes alive in a lookup of 10 rows, bytes
     that reading the 10 rows ahead leaves)."""
-    meshes = mesh.build(mesh.MeshSpec(sparse_replica=world), "cpu")
-    chunk = 64 << 10
-    piece, group = Piece("t", 0, 20_000, 0), meshes.sparse.get_group("sparse_replica")
-    copies = Copies(group, meshes.ids.get_group("sparse_replica"))
+    chunk, made = 64 << 10, meshes(world)
+    piece, groups = Piece("t", 0, 20_000, 0), [axes.get_group("sparse_replica") for axes in (made.sparse, made.ids)]
+    copies = Copies(*groups)
     tables = FullyShardedTables([piece], 20_000, DIM, "cpu", copies, "exact", "chunks", chunk, eps=0)
     rows = torch.arange(10) * 1999
     with LiveBytes(tables.weight) as bytes_alive:
