@@ -17,12 +17,16 @@ class Batch:
 
     sequences: "stream.attribute" -> Jagged over the sample's visible history, oldest first: int64 `[T]` for id and bits
         attributes, float32 `[T]` for dense ones, and "stream.timestamp" int64 `[T]` (seconds). All attributes of one
-        stream share one `offsets` tensor. "stream.counted.attribute": events before those, which are only compared.
+        stream share one `offsets` tensor.
     features: name -> int64 `[B]` (id, bits), float32 `[B]` (dense) or int64 Jagged (ids).
     labels: name -> float32 `[B]` in [0, 1], NaN where unknown. weights: float32 `[B]`, >= 0.
     timestamps: int64 `[B]`, request time.
     rows: int64 `[B]`, the sample's position in the data set (predictions are written in that order).
     An empty batch (B = 0) is legal.
+
+    Where older events than those are counted (`StreamConfig.counted`), features hold their number as "stream.counted",
+    int64 `[B]`, and sequences the times of those with the candidate's id, for each pair of an event attribute and a
+    candidate's feature that share a table: "stream.counted.attribute.feature", int64.
     """
 
     sequences: dict[str, Jagged]

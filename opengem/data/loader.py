@@ -7,18 +7,19 @@ is therefore the whole state of a loader, and a run may resume on another number
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from opengem.config import DataConfig
 from opengem.data.batch import Batch
 from opengem.data.columns import Lists, nearest, running_sum, spans
-from opengem.data.schema import Feature, Schema
+from opengem.data.schema import Feature, Schema, matches
 from opengem.data.store import ROW_GROUP, Events, Samples
 from opengem.errors import UserError
 from opengem.jagged import Jagged
@@ -42,8 +43,7 @@ class Loader:
     """Iterates over the batches of one split, on the CPU (pinned when CUDA is there).
 
     max_lengths: stream -> newest visible events kept; streams not named are left out.
-    counted: stream -> how many of the events before those are given as "stream.counted.attribute": their times, and the
-        ids of tables that a candidate's features share.
+    counted: stream -> how many of the events before those are searched for the candidate's ids (see `Batch`).
     batch_size: rows of a global batch; rank `r` of `w` gets rows [n r / w, n (r + 1) / w) of its n. The last global
         batch holds what is left, so every rank yields the same number of batches and some may have zero rows.
     seed: order of rows when `config.shuffle_rows` > 0. limit_rows: use the first rows of the split only (0: all).
@@ -71,6 +71,10 @@ class Loader:
         self._features = input_features(schema, config)
         self._batch_size, self._rank, self._world_size, self._seed = batch_size, rank, world_size, seed
         self.events = Events.open(folder, schema, max_lengths) if events is None else events
+        self._pairs = {stream: matches(schema.stream(stream), self._features) for stream in self._counted}
+        for stream, pairs in self._pairs.items():
+            for attribute, _ in pairs:
+                self.events.groups(f"{stream}.{attribute.name}")  # here, since the threads would all make them
         self._samples = Samples.open(
             folder,
             schema,
@@ -162,19 +166,16 @@ class Loader:
         first, last = (position + size * r // self._world_size for r in (self._rank, self._rank + 1))
         rows = self._rows(epoch, first, last)
         columns = self._samples.take(rows)
+        features = {f.name: _tensor_or_jagged(columns[f.name]) for f in self._features}
         sequences: dict[str, Jagged] = {}
-        for stream, longest in self._max_lengths.items():
-            users, cuts = columns["user"], columns[f"cut.{stream}"]
-            attributes = self._schema.stream(stream).attributes
-            sequences.update(self._histories(stream, "", attributes, longest, users, cuts))
-            if older := self._counted.get(stream):
-                tables = {f.table for f in self._features if f.kind == "id" and f.role == "item"}
-                shared = [a for a in attributes if a.kind == "id" and a.table in tables]
-                before = np.maximum(cuts, longest) - longest
-                sequences.update(self._histories(stream, "counted.", shared, older, users, before))
+        for stream in self._max_lengths:
+            sequences |= self._histories(stream, columns)
+            if stream in self._counted:
+                features[f"{stream}.counted"], found = self._matches(stream, columns)
+                sequences |= found
         batch = Batch(
             sequences=sequences,
-            features={f.name: _tensor_or_jagged(columns[f.name]) for f in self._features},
+            features=features,
             labels={label.name: torch.from_numpy(columns[label.name]) for label in self._schema.labels},
             weights=torch.from_numpy(columns["weight"]),
             timestamps=_tensor(columns["timestamp"]),
@@ -182,17 +183,29 @@ class Loader:
         )
         return batch.pin_memory() if self._pin else batch
 
-    def _histories(
-        self, stream: str, part: str, attributes: Iterable[Feature], longest: int, users: np.ndarray, cuts: np.ndarray
-    ) -> dict[str, Jagged]:
-        """The newest `longest` of the first `cut` events of each user, every attribute over one offsets tensor."""
-        lengths = np.minimum(cuts, longest)
+    def _histories(self, stream: str, columns: dict) -> dict[str, Jagged]:
+        """The newest visible events of each sample, every attribute over one offsets tensor."""
+        cuts = columns[f"cut.{stream}"]
+        lengths = np.minimum(cuts, self._max_lengths[stream])
         offsets = running_sum(lengths)
-        index = spans(self.events.offsets[stream][users] + cuts - lengths, lengths, offsets)
+        index = spans(self.events.offsets[stream][columns["user"]] + cuts - lengths, lengths, offsets)
         shared, max_length = torch.from_numpy(offsets), int(lengths.max(initial=0))
-        names = ["timestamp", *(a.name for a in attributes)]
-        columns = {f"{stream}.{part}{name}": self.events.columns[f"{stream}.{name}"] for name in names}
-        return {name: Jagged(_tensor(column.take(index)), shared, max_length) for name, column in columns.items()}
+        attributes = (a.name for a in self._schema.stream(stream).attributes)
+        names = [f"{stream}.{name}" for name in ("timestamp", *attributes)]
+        return {name: Jagged(_tensor(self.events.columns[name].take(index)), shared, max_length) for name in names}
+
+    def _matches(self, stream: str, columns: dict) -> tuple[Tensor, dict[str, Jagged]]:
+        """How many events before those are searched, and the times of the ones that have the candidate's id."""
+        before = np.maximum(columns[f"cut.{stream}"] - self._max_lengths[stream], 0)
+        end = self.events.offsets[stream][columns["user"]] + before
+        start = end - np.minimum(before, self._counted[stream])
+        found = {}
+        for attribute, feature in self._pairs[stream]:
+            groups = self.events.groups(f"{stream}.{attribute.name}")
+            offsets, at = groups.positions(columns[feature.name].astype(np.int64), start, end)
+            times = Lists(offsets, self.events.columns[f"{stream}.timestamp"].take(at))
+            found[f"{stream}.counted.{attribute.name}.{feature.name}"] = _tensor_or_jagged(times)
+        return torch.from_numpy(end - start), found
 
 
 def _tensor(values: np.ndarray) -> torch.Tensor:

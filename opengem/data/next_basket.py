@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
+from opengem.data.groups import Groups
 from opengem.data.schema import Baseline, Feature, Label, Schema, Stream
 from opengem.data.store import Writer
 from opengem.errors import UserError
@@ -137,28 +138,6 @@ class Shop:
     contexts: dict[Feature, np.ndarray]
     counted: tuple[str, str, str]
     streams: dict[Stream, tuple[np.ndarray, dict[str, np.ndarray]]] = field(default_factory=dict)
-
-
-class Groups:
-    """Positions of a time-ordered log grouped by a key: how many lie before a given position, and which is the last."""
-
-    def __init__(self, keys: np.ndarray) -> None:
-        order = np.argsort(keys, kind="stable")
-        self.stride = len(keys) + 1  # positions run from 0 to len(keys)
-        self.codes = keys[order] * self.stride + order
-
-    def count(self, keys: np.ndarray, start: np.ndarray | int, end: np.ndarray) -> np.ndarray:
-        """Lines of each key at positions start <= p < end, int64."""
-        base = keys * self.stride
-        return np.searchsorted(self.codes, base + end) - np.searchsorted(self.codes, base + start)
-
-    def seen(self, keys: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Count, first and last position of the lines of each key before `end`; positions mean nothing at count 0."""
-        base = keys * self.stride
-        low, high = np.searchsorted(self.codes, base), np.searchsorted(self.codes, base + end)
-        first = self.codes[np.minimum(low, len(self.codes) - 1)] - base
-        last = self.codes[np.maximum(high - 1, 0)] - base
-        return high - low, first, last
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,12 @@ class Stream:
         _no_repeats([a.name for a in self.attributes], f"schema stream {self.name!r} attributes")
 
 
+def matches(stream: Stream, features: list[Feature]) -> list[tuple[Feature, Feature]]:
+    """(event attribute, candidate feature) pairs that share an embedding table, so that equal ids mean the same."""
+    candidates = [f for f in features if f.role == "item" and f.kind == "id"]
+    return [(a, f) for a in stream.attributes if a.kind == "id" for f in candidates if a.table == f.table]
+
+
 @dataclass(frozen=True)
 class Label:
     """A target in [0, 1]; null where it is not known (a conversion window that is still open), which counts nowhere.

@@ -10,6 +10,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from opengem.data.columns import (
     to_numpy,
 )
 from opengem.data.files import UNFINISHED, File, check_room, make_room, open_files, parquet_writer, writable
+from opengem.data.groups import Groups
 from opengem.data.schema import Schema
 from opengem.errors import UserError
 
@@ -143,10 +145,12 @@ class Events:
 
     offsets: stream -> int64 `[U + 1]`. columns: "stream.attribute" and "stream.timestamp" -> `[T]`, int32/int64 or
     float32. User `u`'s history of stream S is rows `offsets[S][u]` to `offsets[S][u + 1]`, oldest first.
+    groups: name of a column of ids -> its rows grouped by id, made when first asked for.
     """
 
     def __init__(self, offsets: dict[str, np.ndarray], columns: dict[str, np.ndarray], num_users: int) -> None:
         self.offsets, self.columns, self.num_users = offsets, columns, num_users
+        self.groups = lru_cache(maxsize=None)(self._make_groups)
 
     @classmethod
     def open(cls, folder: Path | str, schema: Schema, streams: Iterable[str] | None = None) -> Events:
@@ -168,6 +172,9 @@ class Events:
             times = columns[f"{name}.timestamp"]
             _check_order(times, offsets[name], lambda r, n=name: f"{folder}/events, user row {r}: stream {n!r}")
         return cls(offsets, columns, sum(f.num_rows for f in files))
+
+    def _make_groups(self, column: str) -> Groups:
+        return Groups(self.columns[column].astype(np.int64))
 
 
 class Samples:

@@ -66,6 +66,5 @@ def _integers(rng: np.random.Generator, high: int, count: int) -> Tensor:
 
 def history_lengths(batch: Batch) -> dict[str, list[int]]:
     """stream -> history length of each sample, as `GEM.flops` takes it."""
-    ends, only_counted = ".timestamp", ".counted.timestamp"
-    wanted = {n: x for n, x in batch.sequences.items() if n.endswith(ends) and not n.endswith(only_counted)}
-    return {n.removesuffix(ends): x.lengths.tolist() for n, x in wanted.items()}
+    ends = ".timestamp"
+    return {n.removesuffix(ends): x.lengths.tolist() for n, x in batch.sequences.items() if n.endswith(ends)}

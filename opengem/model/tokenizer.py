@@ -18,7 +18,7 @@ from torch import Tensor
 
 from opengem.config import ModelConfig
 from opengem.data.batch import Batch, Embedded
-from opengem.data.schema import Feature, Stream
+from opengem.data.schema import Feature, Stream, matches
 from opengem.jagged import Jagged
 from opengem.kernels.jagged_ops.op import jagged_dense_bmm
 from opengem.model.interaction import TokenMix
@@ -31,12 +31,6 @@ _FIXED_POINT = 1 << 20  # counts are summed as integers: exact, so the same for 
 
 def attribute_kinds(stream: Stream, kind: str) -> list[Feature]:
     return [attribute for attribute in stream.attributes if attribute.kind == kind]
-
-
-def matches(stream: Stream, features: list[Feature]) -> list[tuple[Feature, Feature]]:
-    """(event attribute, candidate feature) pairs that share an embedding table, so that equal ids mean the same."""
-    candidates = [f for f in features if f.role == "item" and f.kind == "id"]
-    return [(a, f) for a in attribute_kinds(stream, "id") for f in candidates if a.table == f.table]
 
 
 def unpack_bits(mask: Tensor, bits: int) -> Tensor:
@@ -82,6 +76,15 @@ class NumberEncoding(nn.Module):
 
     def flops(self, rows: int) -> int:
         return 2 * rows * (self.curve.numel() + self.slope.numel())
+
+
+def seconds_ago(times: Jagged, batch: Batch) -> Tensor:
+    """float32 `[T]`: seconds from each of a sample's times to its request, 0 where it is later."""
+    return (batch.timestamps[times.row_to_sample] - times.values).clamp(min=0).float()
+
+
+def _fixed(terms: Tensor) -> Tensor:
+    return (terms * _FIXED_POINT).round().long()
 
 
 def add_taps(x: Tensor, position: Tensor, taps: int) -> Tensor:
@@ -133,16 +136,15 @@ class EventTokenizer(nn.Module):
         self.inner = nn.Linear(numbers + self.padding, taps * dim)
         self.outer = nn.Linear(dim, dim)
 
-    def view(self, batch: Batch, part: str = "") -> EventView:
-        """The stream's visible events as this tokenizer needs them; part "counted.": those before them."""
-        history = batch.sequences[f"{self.stream.name}.{part}timestamp"]
+    def view(self, batch: Batch) -> EventView:
+        history = batch.sequences[f"{self.stream.name}.timestamp"]
         row = history.row_to_sample
         position = torch.arange(row.shape[0], device=row.device) - history.offsets[row]
-        gap = (batch.timestamps[row] - history.values).clamp(min=0).float()
+        gap = seconds_ago(history, batch)
         match = gap.new_zeros(gap.shape[0], 0)
         if self.pairs:
             wanted = torch.stack([batch.features[f.name] for _, f in self.pairs], 1)
-            found = [batch.sequences[f"{self.stream.name}.{part}{a.name}"].values for a, _ in self.pairs]
+            found = [self.column(batch, a) for a, _ in self.pairs]
             match = torch.stack(found, 1).eq(wanted[row]).float()
         return EventView(history, row, position, gap, match)
 
@@ -187,14 +189,21 @@ class EventTokenizer(nn.Module):
     def counts(self, view: EventView, batch: Batch) -> Tensor:
         """float32 `[B, num_counts]`: log(1 + events), then log(1 + matches) of each pair, plain and decayed; over the
         visible events and, where the batch has them, those before."""
-        sums = view.row.new_zeros(view.history.batch_size, self.num_counts)
-        older = [self.view(batch, "counted.")] if f"{self.stream.name}.counted.timestamp" in batch.sequences else []
-        for part in [view, *older]:
-            weights = torch.exp2(part.gap[:, None] * self.decay)
-            terms = (part.match[:, :, None] * weights[:, None, :]).flatten(1)  # [T, pairs * decays]
-            fixed = F.pad(terms * _FIXED_POINT, (1, 0), value=_FIXED_POINT).round().long()  # in front all events count
-            sums.index_add_(0, part.row, fixed)
+        terms = (view.match[:, :, None] * self.decayed(view.gap)[:, None]).flatten(1)  # [T, pairs * decays]
+        every = F.pad(terms, (1, 0), value=1.0)  # in front all events count
+        sums = view.row.new_zeros(view.history.batch_size, self.num_counts).index_add_(0, view.row, _fixed(every))
+        counted = f"{self.stream.name}.counted"
+        if counted in batch.features:
+            sums[:, 0] += batch.features[counted] * _FIXED_POINT
+            by_pair = sums[:, 1:].unflatten(1, (len(self.pairs), len(self.decay)))
+            for i, (a, f) in enumerate(self.pairs):
+                times = batch.sequences[f"{counted}.{a.name}.{f.name}"]
+                by_pair[:, i].index_add_(0, times.row_to_sample, _fixed(self.decayed(seconds_ago(times, batch))))
         return torch.log1p(sums.double() / _FIXED_POINT).float()
+
+    def decayed(self, gap: Tensor) -> Tensor:
+        """What an event of `gap` seconds ago weighs in each count of matches, `[T]` to `[T, decays]`."""
+        return torch.exp2(gap[:, None] * self.decay)
 
     @property
     def num_counts(self) -> int:

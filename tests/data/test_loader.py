@@ -100,19 +100,20 @@ def test_streams_and_features_can_be_left_out(made):
     assert "count" not in batch.features
 
 
-def test_older_events_are_given_for_counting_with_what_a_candidate_shares(made):
+def test_older_events_are_searched_for_what_a_candidate_shares(made):
     _, streams, columns = made
     names = set()
     for batch in loader(made, counted={"view": 4, "buy": 0}):
-        names |= {name for name in batch.sequences if ".counted." in name}
+        names |= {name for name in (*batch.sequences, *batch.features) if ".counted" in name}
         for i, row in enumerate(batch.rows.tolist()):
             lengths, flat = streams["view"]
             start, cut = int(lengths[: columns["user"][row]].sum()), int(columns["cut.view"][row])
             before = max(cut - LENGTHS["view"], 0)
-            kept = slice(start + max(before - 4, 0), start + before)
-            for name in ("item", "timestamp"):
-                assert batch.sequences[f"view.counted.{name}"].to_list()[i].tolist() == flat[name][kept].tolist()
-    assert names == {"view.counted.item", "view.counted.timestamp"}
+            older = np.arange(start + max(before - 4, 0), start + before)
+            found = flat["timestamp"][older[flat["item"][older] == columns["item"][row]]]
+            assert batch.features["view.counted"][i] == len(older)
+            assert batch.sequences["view.counted.item.item"].to_list()[i].tolist() == found.tolist()
+    assert names == {"view.counted", "view.counted.item.item"}
 
 
 def test_optional_features():

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from opengem.data.schema import matches
 from opengem.jagged import Jagged
 from opengem.model.tokenizer import (
     DECAYS_DAYS,
@@ -16,7 +17,6 @@ from opengem.model.tokenizer import (
     NumberEncoding,
     add_taps,
     hats,
-    matches,
     place,
     unpack_bits,
 )
@@ -26,12 +26,12 @@ LENGTHS = {"buy": [5, 0, 40, 1], "view": [2, 3, 0, 0]}
 BUY = SCHEMA.stream("buy")
 
 
-def tokenizer(stream=BUY, taps=1) -> EventTokenizer:
-    return EventTokenizer(stream, FEATURES, SMALL, EMBEDDING_DIM, 16, taps)
+def tokenizer(stream=BUY, taps=1, match=True) -> EventTokenizer:
+    return EventTokenizer(stream, FEATURES, dataclasses.replace(SMALL, match=match), EMBEDDING_DIM, 16, taps)
 
 
-def counts_of(batch, stream=BUY):
-    module = tokenizer(stream)
+def counts_of(batch, stream=BUY, match=True):
+    module = tokenizer(stream, match=match)
     return module.counts(module.view(batch), batch)
 
 
@@ -66,17 +66,25 @@ def test_counts_are_those_of_a_loop():
         torch.testing.assert_close(torch.tensor(got), torch.tensor(wanted), atol=1e-4, rtol=1e-4)
 
 
-def test_events_that_are_only_counted_count_like_visible_ones():
-    whole, parts = make_batch(LENGTHS), {}
-    history = whole.sequences["buy.timestamp"]
-    older = (torch.arange(history.values.shape[0]) - history.offsets[history.row_to_sample]) < 3
+@pytest.mark.parametrize("match", [True, False])
+def test_events_that_are_only_counted_count_like_visible_ones(match):
+    whole = make_batch(LENGTHS)
+    history, parts = whole.sequences["buy.timestamp"], {}
+    row = history.row_to_sample
+    older = (torch.arange(len(row)) - history.offsets[row]) < 3
+
+    def kept(x, where):
+        return Jagged.from_lengths(x.values[where], torch.bincount(row[where], minlength=4), 64)
+
     for name, x in whole.sequences.items():
         if name.startswith("buy."):
-            for part, kept in (("", ~older), ("counted.", older)):
-                sizes = torch.bincount(history.row_to_sample[kept], minlength=4)
-                parts[name.replace("buy.", f"buy.{part}")] = Jagged.from_lengths(x.values[kept], sizes, 64)
-    split = dataclasses.replace(whole, sequences=whole.sequences | parts)
-    assert torch.equal(counts_of(split), counts_of(whole))
+            parts[name] = kept(x, ~older)
+    for attribute, feature in matches(BUY, FEATURES):
+        same = whole.sequences[f"buy.{attribute.name}"].values == whole.features[feature.name][row]
+        parts[f"buy.counted.{attribute.name}.{feature.name}"] = kept(history, older & same)
+    number = {"buy.counted": torch.bincount(row[older], minlength=4)}
+    split = dataclasses.replace(whole, sequences=whole.sequences | parts, features=whole.features | number)
+    assert torch.equal(counts_of(split, match=match), counts_of(whole, match=match))
     assert split.sequences["buy.timestamp"].lengths.tolist() == [2, 0, 37, 0]
 
 
