@@ -7,7 +7,7 @@ is the same on every rank and in every step. A test forces one with `with backen
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -115,9 +115,14 @@ def choose(op: str, device: torch.device, **facts) -> Rule:
     if not has_triton():
         return Rule("reference", "triton is not installed")
     capability = _capability(device.index if device.index is not None else torch.cuda.current_device())
+    return _first_that_fits(op, capability, tuple(facts.items()))
+
+
+@cache
+def _first_that_fits(op: str, capability: tuple[int, int], facts: tuple[tuple[str, Hashable], ...]) -> Rule:
     for rule in TABLE.get(op, ()):
         fits = capability == rule.capability if rule.exact_capability else capability >= rule.capability
-        if fits and rule.accepts(facts):
+        if fits and rule.accepts(dict(facts)):
             return rule
     return Rule("reference", "no kernel takes this shape, dtype or option on this device")
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch.autograd.function import once_differentiable
 
-_PLAIN = {torch.Tensor, torch.nn.Parameter, type(None), bool, int, float}
+_PLAIN = {torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list}  # lists are of sizes
 _LIBRARY = torch.library.Library("opengem", "FRAGMENT")
 
 

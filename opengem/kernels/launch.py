@@ -91,6 +91,13 @@ def has_clusters() -> bool:
     return getattr(CUDABackend, "pack_metadata", lambda *_: None)(None, facts) == (8, 2, 1024)
 
 
+def described(like, x: torch.Tensor, **fields):
+    """The tensor descriptor `like`, of `x` and with these fields; to check a new one takes longer than a launch."""
+    descriptor = object.__new__(type(like))
+    descriptor.__dict__ = {**like.__dict__, "base": x, **fields}
+    return descriptor
+
+
 def kind_of(*tensors, facts: tuple = ()) -> tuple | None:
     """A `key` for `launch`: device and dtypes of the tensors and `facts`; None where one is not aligned."""
     return (tensors[0].device, *[x.dtype for x in tensors], *facts) if aligned(*tensors) else None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opengem.kernels import launch
+from opengem.kernels import custom_op, launch
 from opengem.kernels.custom_op import define
 
 
@@ -190,6 +190,19 @@ def test_a_second_derivative_is_an_error_and_no_gradient_is_saved_without_need()
     assert grad == 6
     with pytest.raises(RuntimeError):
         grad.sum().backward()
+
+
+def test_what_ops_are_given_does_not_send_them_to_the_dispatcher():
+    """Its two ways into Python cost more than all the rest of a call; one argument of another type takes them."""
+    kinds = {"Tensor": Tensor, "Optional[Tensor]": Tensor, "int": int, "float": float, "bool": bool, "str": str,
+             "List[int]": list}
+    names = {name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names()
+             if name.startswith("opengem::")}
+    assert {"gdpa_fwd", "jfa_bwd", "block_fwd", "norm_fwd"} <= names
+    for name in names:
+        arguments = getattr(torch.ops.opengem, name).default._schema.arguments
+        given = tuple(kinds[str(argument.type)] for argument in arguments)
+        assert custom_op._PLAIN.issuperset(given), name
 
 
 def test_autocast_stays_outside():

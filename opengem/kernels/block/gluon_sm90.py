@@ -29,7 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from opengem.kernels.block import triton as portable
 from opengem.kernels.block.reference import side_by_side
-from opengem.kernels.launch import aligned, kind_of, launch
+from opengem.kernels.launch import aligned, described, kind_of, launch
 
 LOG2E = gl.constexpr(1.4426950408889634)
 DEAD = gl.constexpr(-1e30)  # score of a key outside the sample
@@ -286,15 +286,17 @@ def _one_by_one(x: Tensor) -> Tensor:
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
-@functools.cache
-def _layout(half: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([64, half], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
-
-
 def _descriptor(x: Tensor) -> TensorDescriptor:
     """Tiles of 64 half rows of one head of `x` `[T, H, D]`, seen as `[T, H * D]`."""
     rows, heads, dim = x.shape
-    return TensorDescriptor(x, [rows, heads * dim], [x.stride(0), 1], [64, dim // 2], _layout(dim // 2, x.dtype))
+    return described(_tiles(x.stride(0), heads, dim, x.dtype), x, shape=[rows, heads * dim])
+
+
+@functools.cache
+def _tiles(row: int, heads: int, dim: int, dtype: torch.dtype) -> TensorDescriptor:
+    half, kind = dim // 2, gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    layout = gl.NVMMASharedLayout.get_default_for([64, half], kind)
+    return TensorDescriptor(torch.empty(0, dtype=dtype), [64, heads * dim], [row, 1], [64, half], layout)
 
 
 def _launch(kernel, inputs: list[Tensor], outputs: list[Tensor], offsets: Tensor, cos: Tensor, sin: Tensor,

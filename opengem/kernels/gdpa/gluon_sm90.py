@@ -15,9 +15,6 @@ wrap), so TMA fills with 0 when loading and drops rows when storing. A row past 
 score and its weight: nothing is masked, and a neighbour's NaN stays with the neighbour.
 """
 
-from functools import cache
-
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -27,11 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from opengem.kernels.gdpa import triton as shared
+from opengem.kernels.jfa.gluon_sm90 import BOUND, load_rows
 
-BOUND = gl.constexpr(1 << 30)
 ROWS = gl.constexpr(64)  # query rows of a consumer warpgroup
 Q_STAGES = gl.constexpr(3)  # tiles of queries, or of output on its way out, of each consumer of the forward
 NOTES = gl.constexpr(8)  # numbers that come with a tile of queries
@@ -90,12 +86,6 @@ def _ahead(schedule, item, items, H):
     live = item < items
     return (gl.load(entry, mask=live, other=0), gl.load(entry + 1, mask=live, other=0),
             gl.load(entry + 2, mask=live, other=0), gl.load(entry + 3, mask=live, other=0))
-
-
-@gluon.jit
-def _load_rows(desc, column, begin, length, row, barrier, target):
-    """Rows [row, ...) of the sample at [begin, begin + length), 0 past its end."""
-    tma.async_copy_global_to_shared(desc, [BOUND, begin + length, BOUND - length + row, column], barrier, target)
 
 
 @gluon.jit
@@ -163,7 +153,7 @@ def produce(
             slot = side * Q_STAGES + loads % Q_STAGES
             mbarrier.wait(q_empty.index(slot), ((loads // Q_STAGES) & 1) ^ 1)
             mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
-            _load_rows(q_desc, head * q_head, q_row, q_left, first, q_full.index(slot), q_ring.index(slot))
+            load_rows(q_desc, q_row, q_left, first, head * q_head, q_full.index(slot), q_ring.index(slot))
             q_loads1 += side
             q_loads0 += 1 - side
             if first == ROWS:
@@ -172,12 +162,12 @@ def produce(
                     phase = ((kv_loads // STAGES) & 1) ^ 1
                     mbarrier.wait(k_empty.index(place), phase)
                     mbarrier.expect(k_full.index(place), k_desc.block_type.nbytes)
-                    _load_rows(k_desc, head * k_head, kv_begin, kv_length, start, k_full.index(place),
-                               k_ring.index(place))
+                    load_rows(k_desc, kv_begin, kv_length, start, head * k_head, k_full.index(place),
+                              k_ring.index(place))
                     mbarrier.wait(v_empty.index(place), phase)
                     mbarrier.expect(v_full.index(place), v_desc.block_type.nbytes)
-                    _load_rows(v_desc, head * v_head, kv_begin, kv_length, start, v_full.index(place),
-                               v_ring.index(place))
+                    load_rows(v_desc, kv_begin, kv_length, start, head * v_head, v_full.index(place),
+                              v_ring.index(place))
                     kv_loads += 1
 
 
@@ -331,15 +321,15 @@ def produce_pairs(
         mbarrier.wait(a_empty, (turn & 1) ^ 1)
         mbarrier.expect(a_full, 4 * a1_desc.block_type.nbytes)
         for half in gl.static_range(2):
-            _load_rows(a1_desc, head * a1_head, row, left, half * ROWS, a_full, a1_ring.index(half))
-            _load_rows(a2_desc, head * a2_head, row, left, half * ROWS, a_full, a2_ring.index(half))
+            load_rows(a1_desc, row, left, half * ROWS, head * a1_head, a_full, a1_ring.index(half))
+            load_rows(a2_desc, row, left, half * ROWS, head * a2_head, a_full, a2_ring.index(half))
         for start in range(0, gl.maximum(length, 1), BN):
             place = loads % STAGES
             mbarrier.wait(b_empty.index(place), ((loads // STAGES) & 1) ^ 1)
             mbarrier.expect(b1_full.index(place), b1_desc.block_type.nbytes)
-            _load_rows(b1_desc, head * b1_head, begin, length, start, b1_full.index(place), b1_ring.index(place))
+            load_rows(b1_desc, begin, length, start, head * b1_head, b1_full.index(place), b1_ring.index(place))
             mbarrier.expect(b2_full.index(place), b2_desc.block_type.nbytes)
-            _load_rows(b2_desc, head * b2_head, begin, length, start, b2_full.index(place), b2_ring.index(place))
+            load_rows(b2_desc, begin, length, start, head * b2_head, b2_full.index(place), b2_ring.index(place))
             loads += 1
 
 
@@ -437,38 +427,3 @@ def backward(
         (produce_pairs, (a1_desc, a2_desc, b1_desc, b2_desc, items, count, H, a1_head, a2_head, b1_head, b2_head,
                          a1_ring, a2_ring, b1_ring, b2_ring, a_full, a_empty, b1_full, b2_full, b_empty, STAGES, BN)),
     ], [4, 1], [240, 24])
-
-
-# ---- descriptors -------------------------------------------------------------------------------------------------
-
-
-class _Known(TensorDescriptor):
-    """Not validated at every call: `launch.py` makes tensors ready, and the rest is made here."""
-
-    def __post_init__(self):
-        pass
-
-
-def ragged(*boxes: tuple[torch.Tensor, int]) -> list[TensorDescriptor]:
-    """A descriptor of boxes [rows, D] for each (x [T, H, D], rows), whose row bound is set by the coordinates."""
-    out = []
-    for x, rows in boxes:
-        (row, head, _), (_, heads, dim) = x.stride(), x.shape
-        shape, strides = [0x7FFF0000, 0x7FFF0000, BOUND.value, (heads - 1) * head + dim], [2**34 - row, row, row, 1]
-        out.append(_Known(x, shape, strides, [1, 1, rows, dim], _layout(rows, dim, x.dtype)))
-    return out
-
-
-@cache
-def _layout(rows: int, dim: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, dim], {torch.bfloat16: gl.bfloat16}.get(dtype, gl.float16))
-
-
-def plain(x: torch.Tensor) -> TensorDescriptor:
-    """A descriptor of boxes [64, D] of fp32 [rows, D] that lie in shared memory as in memory."""
-    return _Known(x, list(x.shape), [x.shape[1], 1], [ROWS.value, x.shape[1]], _plain())
-
-
-@cache
-def _plain() -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(0, 32, 2)

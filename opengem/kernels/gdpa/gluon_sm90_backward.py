@@ -40,12 +40,11 @@ from opengem.kernels.gdpa.gluon_sm90 import (
     TANH_AB,
     _ahead,
     _dealt,
-    _load_rows,
     _rounds,
     _tanh,
     _zero_rows,
 )
-from opengem.kernels.jfa.gluon_sm90 import get, put
+from opengem.kernels.jfa.gluon_sm90 import get, load_rows, put
 from opengem.kernels.jfa.gluon_sm90_turns import await_count
 
 KEYS = gl.constexpr(128)  # of a block, at a time; ROWS are keys of a warpgroup, and queries of a tile
@@ -120,7 +119,7 @@ def add_shared_to_global(tensor_desc, coord, src, _semantic=None):
 def _load_halves(desc, column, row, left, barrier, ring, at):
     mbarrier.expect(barrier, 2 * desc.block_type.nbytes)
     for half in gl.static_range(2):
-        _load_rows(desc, column, row, left, half * ROWS, barrier, ring.index(2 * at + half))
+        load_rows(desc, row, left, half * ROWS, column, barrier, ring.index(2 * at + half))
 
 
 @gluon.jit
@@ -177,7 +176,7 @@ def _produce(
                 put(notes, NOTES * at + 5, k_row)
                 put(notes, NOTES * at + 6, left)
                 mbarrier.expect(q_full.index(at), q_desc.block_type.nbytes)
-                _load_rows(q_desc, head * q_head, q_begin, m, query_tile * ROWS, q_full.index(at), q_ring.index(at))
+                load_rows(q_desc, q_begin, m, query_tile * ROWS, head * q_head, q_full.index(at), q_ring.index(at))
                 if trip == 0:  # not before the queries: these scores are multiplied while V is of the keys before
                     v_at = kv_count % V_STAGES
                     mbarrier.wait(v_empty.index(v_at), ((kv_count // V_STAGES) & 1) ^ 1)
@@ -185,7 +184,7 @@ def _produce(
                 at = count % G_STAGES
                 mbarrier.wait(g_empty.index(at), ((count // G_STAGES) & 1) ^ 1)
                 mbarrier.expect(g_full.index(at), g_desc.block_type.nbytes)
-                _load_rows(g_desc, head * g_head, q_begin, m, query_tile * ROWS, g_full.index(at), g_ring.index(at))
+                load_rows(g_desc, q_begin, m, query_tile * ROWS, head * g_head, g_full.index(at), g_ring.index(at))
                 count += 1
             kv_count += 1
         if OWNER:

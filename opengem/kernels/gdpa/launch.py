@@ -8,7 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from opengem.kernels.gdpa import gluon_sm90, gluon_sm90_backward
 from opengem.kernels.gdpa import triton as kernels
+from opengem.kernels.jfa.gluon_sm90 import plain, ragged
 from opengem.kernels.launch import aligned, launch, multiprocessors
 
 NARROW = 64  # most queries a sample may have for the narrow kernels
@@ -108,8 +110,6 @@ def _narrow_forward(q, k, v, q_offsets, kv_offsets, schedule, plan, scale, strid
 
 
 def _gluon_forward(q, k, v, q_offsets, schedule, plan, max_q, max_kv, activation, scale) -> Tensor:
-    from opengem.kernels.gdpa import gluon_sm90
-
     q, k, v = (_tma_ready(x) for x in (q, k, v))
     out = q.new_empty(q.shape)
     resident = max_kv <= RESIDENT_KEYS
@@ -120,15 +120,13 @@ def _gluon_forward(q, k, v, q_offsets, schedule, plan, max_q, max_kv, activation
     rows, stages, turns = STREAM if not resident else RESIDENT if max_q > RESIDENT_KEYS else RESIDENT_SHORT
     launch(
         gluon_sm90.forward, (blocks, 1, 1), _key(plan, (out.numel() >> 31, *head_strides), q_offsets, schedule, q),
-        (*gluon_sm90.ragged((q, 64), (k, rows), (v, rows), (out, 64)), out, q_offsets, schedule, plan.batch,
+        (ragged(q, 64), ragged(k, rows), ragged(v, rows), ragged(out, 64), out, q_offsets, schedule, plan.batch,
          start, out.numel(), scale, plan.heads, *head_strides),
         (activation, plan.dim, rows, stages, resident, fold, turns))
     return out
 
 
 def _gluon_backward(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, activation, scale):
-    from opengem.kernels.gdpa import gluon_sm90
-
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     sides = (
         (k, v, q, grad, dk, dv, kv_offsets, plan.kv_bound, 4 + 4 * plan.q_bound, GLUON_DKDV, True),
@@ -139,16 +137,14 @@ def _gluon_backward(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, activa
         head_strides = a1.stride(1), a2.stride(1), b1.stride(1), b2.stride(1)
         launch(
             gluon_sm90.backward, (blocks, 1, 1), _key(plan, (o1.numel() >> 31, *head_strides), offsets, schedule, q),
-            (*gluon_sm90.ragged((a1, 64), (a2, 64), (b1, rows), (b2, rows), (o1, 64), (o2, 64)), o1, o2, offsets,
-             schedule, plan.batch, list_start, o1.numel(), scale, plan.heads, *head_strides),
+            (ragged(a1, 64), ragged(a2, 64), ragged(b1, rows), ragged(b2, rows), ragged(o1, 64), ragged(o2, 64), o1, o2,
+             offsets, schedule, plan.batch, list_start, o1.numel(), scale, plan.heads, *head_strides),
             (activation, plan.dim, rows, stages, keys))
     return dq, dk, dv
 
 
 def _backward_in_one(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, max_q, max_kv, activation, scale):
     """Five products in one kernel: a block owns a sample and head where keys are few, else blocks take turns at dq."""
-    from opengem.kernels.gdpa import gluon_sm90, gluon_sm90_backward
-
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     owner = max_kv <= OWNER_KEYS
     places = 4 + 4 * (plan.q_bound + plan.kv_bound + plan.batch)
@@ -167,7 +163,7 @@ def _backward_in_one(grad, q, k, v, q_offsets, kv_offsets, schedule, plan, max_q
     launch(
         gluon_sm90_backward.backward, (blocks, 1, 1),
         _key(plan, (dq.numel() >> 31, dk.numel() >> 31, *head_strides), q_offsets, kv_offsets, schedule, q),
-        (*gluon_sm90.ragged(*((x, 64) for x in (q, grad, k, v))), gluon_sm90.plain(scratch), dq, dk, dv, scratch,
+        (*(ragged(x, 64) for x in (q, grad, k, v)), plain(scratch, 64), dq, dk, dv, scratch,
          counters, q_offsets, kv_offsets, schedule, plan.batch, list_start, places, dq.numel(), dk.numel(), q_slots,
          multiprocessors(q.device) // 2, scale, plan.heads, *head_strides),
         (activation, plan.dim, *BACKWARD_STAGES, 2 if owner else 1, fold, owner, owner and max_q <= OWNER_KEYS))

@@ -18,6 +18,7 @@ from opengem.kernels.gdpa.activations import ACTIVATIONS, TAYLOR_LIMIT
 from opengem.kernels.jfa.op import check_host_offsets
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_OFFSETS = (torch.int32, torch.int64)
 
 
 def gdpa(
@@ -55,7 +56,7 @@ def gdpa(
         q, k = _normalised(q), _normalised(k)
     if schedule is None:  # made here, so that the backward has it too
         schedule = _dealt(q, k, q_offsets, kv_offsets, max_q, shared_q)
-    return _forward(q, k, v, q_offsets, kv_offsets, schedule, max_q, max_kv, activation, float(scale), shared_q)
+    return forward(q, k, v, q_offsets, kv_offsets, schedule, max_q, max_kv, activation, float(scale), shared_q)
 
 
 def gdpa_schedule(
@@ -102,7 +103,21 @@ def _complete(q, q_offsets, kv_offsets, max_q, max_kv, shared_q):
     return q_offsets, kv_offsets, max_kv
 
 
-def _check_tensors(q, k, v, q_offsets, kv_offsets, shared_q):
+def _check_tensors(q, k, v, q_offsets, kv_offsets, shared_q) -> None:
+    """ValueError for what does not fit; a call that does fit pays for one expression."""
+    shape, partner, device = q.shape, k.shape, q.device
+    if not (
+        len(shape) == 3 == len(partner) and partner == v.shape and shape[1:] == partner[1:]
+        and q.dtype == k.dtype == v.dtype and q.dtype in _DTYPES
+        and k.device == v.device == q_offsets.device == kv_offsets.device == device
+        and q_offsets.dtype in _OFFSETS and kv_offsets.dtype in _OFFSETS and q_offsets.dim() == 1
+        and kv_offsets.dim() == 1 and kv_offsets.shape[0] > 0
+        and (q_offsets.shape == kv_offsets.shape or (shared_q and q_offsets.shape[0] == 0))
+    ):
+        _explain(q, k, v, q_offsets, kv_offsets)
+
+
+def _explain(q, k, v, q_offsets, kv_offsets) -> None:
     if q.dim() != 3 or k.dim() != 3:
         raise ValueError(f"gdpa: q and k must be [T, H, D], got {list(q.shape)} and {list(k.shape)}")
     if k.shape != v.shape:
@@ -116,12 +131,11 @@ def _check_tensors(q, k, v, q_offsets, kv_offsets, shared_q):
     for name, tensor in (("k", k), ("v", v), ("q_offsets", q_offsets), ("kv_offsets", kv_offsets)):
         if tensor.device != q.device:
             raise ValueError(f"gdpa: {name} is on {tensor.device}, q on {q.device}; move all to one device")
-        if name.endswith("offsets") and (tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64)):
+        if name.endswith("offsets") and (tensor.dim() != 1 or tensor.dtype not in _OFFSETS):
             raise ValueError(f"gdpa: {name} must be int32 or int64 [B + 1], got {tensor.dtype} {list(tensor.shape)}")
     if kv_offsets.shape[0] < 1:
         raise ValueError("gdpa: offsets must have shape [B + 1] with B >= 0, got [0]; an empty batch has offsets [0]")
-    if q_offsets.shape != kv_offsets.shape and not (shared_q and q_offsets.shape[0] == 0):
-        raise ValueError(f"gdpa: expected {len(q_offsets)} kv_offsets (as q_offsets has), got {len(kv_offsets)}")
+    raise ValueError(f"gdpa: expected {len(q_offsets)} kv_offsets (as q_offsets has), got {len(kv_offsets)}")
 
 
 def _check_options(activation: str, scale: float) -> None:
@@ -225,12 +239,12 @@ def _save(ctx, inputs, output):
 
 
 def _gradient(ctx, grad):
-    return *_backward(grad, *ctx.saved_tensors, *ctx.options), *[None] * 8
+    return *backward(grad, *ctx.saved_tensors, *ctx.options), *[None] * 8
 
 
 _schedule = define("gdpa_schedule", _run_schedule, _fake_schedule)
-_forward = define("gdpa_fwd", _run_forward, _fake_forward, _save, _gradient)
-_backward = define("gdpa_bwd", _run_backward, _fake_backward)
+forward = define("gdpa_fwd", _run_forward, _fake_forward, _save, _gradient)
+backward = define("gdpa_bwd", _run_backward, _fake_backward)
 
 
 # ---- FLOP formulas (torch.utils.flop_counter; the counter is a profiling tool, so reading lengths back is allowed) ---

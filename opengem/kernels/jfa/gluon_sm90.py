@@ -30,7 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from opengem.kernels.jfa import triton as portable
 from opengem.kernels.jfa.reference import Options
-from opengem.kernels.launch import aligned, launch, multiprocessors
+from opengem.kernels.launch import aligned, described, launch, multiprocessors
 
 LOG2E = gl.constexpr(1.4426950408889634)
 ROWS = 128  # query rows of an item: two consumers of 64
@@ -400,16 +400,27 @@ def ragged(x: Tensor, rows: int) -> TensorDescriptor:
     coordinate runs into BOUND exactly at the sample's end: TMA reads 0 and writes nothing from there on.
     """
     row, head, _ = x.stride()
-    box = TensorDescriptor.__new__(TensorDescriptor)
-    box.__dict__ = {**_box(row, head, x.shape[1], x.shape[2], rows, x.dtype), "base": x}
-    return box
+    return described(_ragged(row, head, x.shape[1], x.shape[2], rows, x.dtype), x)
+
+
+def plain(x: Tensor, rows: int) -> TensorDescriptor:
+    """Boxes [rows, D] of `x` fp32 `[N, D]`, contiguous, that lie in shared memory as they do in memory."""
+    return described(_plain(rows, x.shape[1]), x, shape=list(x.shape))
 
 
 @functools.cache
-def _box(row: int, head: int, heads: int, dim: int, rows: int, dtype: torch.dtype) -> dict:
-    """The fields of `ragged` of any tensor of these strides; the checks that take time are in here."""
+def _ragged(row: int, head: int, heads: int, dim: int, rows: int, dtype: torch.dtype) -> TensorDescriptor:
     layout = gl.NVMMASharedLayout.get_default_for(
         [1, 1, rows, dim], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
-    return vars(TensorDescriptor(
+    return TensorDescriptor(
         torch.empty(0, dtype=dtype), [0x7FFF0000, 0x7FFF0000, BOUND.value, (heads - 1) * head + dim],
-        [2**34 - row, row, row, 1], [1, 1, rows, dim], layout))
+        [2**34 - row, row, row, 1], [1, 1, rows, dim], layout)
+
+
+@functools.cache
+def _plain(rows: int, dim: int) -> TensorDescriptor:
+    return TensorDescriptor(torch.empty(0), [rows, dim], [dim, 1], [rows, dim], plain_layout())
+
+
+def plain_layout() -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(0, 32, 2)

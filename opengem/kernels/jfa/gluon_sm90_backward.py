@@ -9,7 +9,6 @@ Several blocks add to a tile of dq, in turn: see `gluon_sm90_turns`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -24,10 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from opengem.kernels.jfa import triton as portable
-from opengem.kernels.jfa.gluon_sm90 import LOG2E, get, matrix, ragged, takes
+from opengem.kernels.jfa.gluon_sm90 import LOG2E, get, matrix, plain, ragged, takes
 from opengem.kernels.jfa.gluon_sm90_turns import (
     ENDS,
     FRESH,
@@ -396,17 +394,9 @@ def backward(
     items = slots * kv_heads
     launch(
         _backward_kernel, (min(multiprocessors(q.device), items), 1, 1), key,
-        (ragged(q, QUERIES), ragged(k, KEYS), ragged(v, KEYS), ragged(dout, QUERIES), _statistics(stats),
+        (ragged(q, QUERIES), ragged(k, KEYS), ragged(v, KEYS), ragged(dout, QUERIES), plain(stats, 2),
          ragged(dk, KEYS), ragged(dv, KEYS), dq, scratch, counters, records, slots, items, q_slots, heads * dim,
          options.scale, 0 if spread else multiprocessors(q.device) // 2, options.left, options.right),
         (heads // kv_heads, options.left >= 0, options.right >= 0, dim, QUERIES, KEYS, STAGES[dim], spread > 0), 8)
     return dq, dk, dv, q.new_empty(0)
 
-
-def _statistics(stats: Tensor) -> TensorDescriptor:
-    return TensorDescriptor(stats, list(stats.shape), [QUERIES, 1], [2, QUERIES], plain())
-
-
-@functools.cache
-def plain() -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(0, 32, 2)

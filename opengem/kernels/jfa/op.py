@@ -66,7 +66,7 @@ def jagged_flash_attention(
     scale = 1 / math.sqrt(q.shape[2]) if scale is None else float(scale)
     if not 0 < scale < math.inf:
         raise ValueError(f"scale must be a positive number, got {scale}; negate q instead of the scale")
-    out, lse = _forward(q, k, v, q_offsets, kv_offsets, values, relative, max_q, max_kv, scale, left, right)
+    out, lse = forward(q, k, v, q_offsets, kv_offsets, values, relative, max_q, max_kv, scale, left, right)
     return (out, lse) if return_lse else out
 
 
@@ -112,12 +112,12 @@ def _gradient(ctx, dout, dlse):
     q, k, v, out, lse, q_offsets, kv_offsets, bias = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    dq, dk, dv, dbias = _backward(dout, dlse, q, k, v, out, lse, q_offsets, kv_offsets, bias, *ctx.options)
+    dq, dk, dv, dbias = backward(dout, dlse, q, k, v, out, lse, q_offsets, kv_offsets, bias, *ctx.options)
     return dq, dk, dv, None, None, None if bias is None else dbias, *[None] * len(ctx.options)
 
 
-_forward = define("jfa_fwd", _run_forward, _fake_forward, _save, _gradient)
-_backward = define("jfa_bwd", _run_backward, _fake_backward)
+forward = define("jfa_fwd", _run_forward, _fake_forward, _save, _gradient)
+backward = define("jfa_bwd", _run_backward, _fake_backward)
 
 
 def _kernels(q: Tensor, bias: Tensor | None, relative: bool, step: str):

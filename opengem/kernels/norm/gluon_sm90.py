@@ -11,6 +11,8 @@ nobody polls memory. Triton has no words for another program's shared memory, so
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -19,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from opengem.kernels.launch import aligned, has_clusters, kind_of, launch
+from opengem.kernels.launch import aligned, described, has_clusters, kind_of, launch
 from opengem.kernels.norm import triton as portable
 
 KEEP_NAN = gl.constexpr(tl.PropagateNan.ALL)
@@ -255,8 +257,13 @@ def _forward_mx(x_desc, r_desc, weight, bias, data, scale, total, mean_out, rstd
 
 
 def _descriptor(x: Tensor) -> TensorDescriptor:
+    return described(_slices(x.shape[1], x.dtype), x, shape=list(x.shape))
+
+
+@functools.cache
+def _slices(width: int, dtype: torch.dtype) -> TensorDescriptor:
     layout = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
-    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [32, SLICE.value], layout)
+    return TensorDescriptor(torch.empty(0, dtype=dtype), [32, width], [width, 1], [32, SLICE.value], layout)
 
 
 def _plan(slices: int, residual: bool) -> tuple[int, int, int]:

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-import opengem.kernels.gdpa.op  # noqa: F401 (defines the ops called below, and so does what it imports)
 from opengem.kernels import backend
 from opengem.kernels.copy import put
 from opengem.kernels.custom_op import define
+from opengem.kernels.gdpa import op as gdpa
 from opengem.kernels.jfa import cost
+from opengem.kernels.jfa import op as jfa
 from opengem.kernels.jfa.reference import Options
 from opengem.kernels.pool import reference
 
@@ -70,8 +71,8 @@ def _run_forward(q: Tensor, kv: Tensor, q_offsets: Tensor, kv_offsets: Tensor, m
     average, count = _heads(q, kv, counting)
     scale = q.shape[2] ** -0.5
     rows = q_offsets, kv_offsets
-    averages, lse = torch.ops.opengem.jfa_fwd(*average, *rows, None, False, max_q, max_kv, scale, -1, -1)
-    sums = torch.ops.opengem.gdpa_fwd(*count, *rows, None, max_q, max_kv, "relu", scale, False)
+    averages, lse = jfa.forward(*average, *rows, None, False, max_q, max_kv, scale, -1, -1)
+    sums = gdpa.forward(*count, *rows, None, max_q, max_kv, "relu", scale, False)
     return _around(q, q.shape[1] * q.shape[2]).join(averages, sums), averages, lse, sums
 
 
@@ -96,10 +97,9 @@ def _run_backward(
 
         found = gluon_sm90_backward.backward(*saved, max_q, max_kv, Options(scale), room=room)
     else:
-        found = torch.ops.opengem.jfa_bwd(*saved, False, max_q, max_kv, scale, -1, -1)
+        found = jfa.backward(*saved, False, max_q, max_kv, scale, -1, -1)
     of_sums = _around(q, q.shape[1] * q.shape[2]).split(grad, sums)
-    counted = torch.ops.opengem.gdpa_bwd(
-        of_sums, *count, q_offsets, kv_offsets, None, max_q, max_kv, "relu", scale, False)
+    counted = gdpa.backward(of_sums, *count, q_offsets, kv_offsets, None, max_q, max_kv, "relu", scale, False)
     for own, made in zip((dq_average, *room, dq_count, *room_count), (*found[:3], *counted), strict=True):
         if own.data_ptr() != made.data_ptr() or own.stride() != made.stride():
             put(own, made)

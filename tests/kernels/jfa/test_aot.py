@@ -35,7 +35,7 @@ def hopper(kernel: str, dim: int, *, causal: bool = False, dealt: bool = False) 
     constants = {"GROUP": 1, "HAS_LEFT": False, "HAS_RIGHT": causal, "HEAD_DIM": dim, "KEYS": keys, "DEALT": dealt,
                  "ITEMS": forward.ITEMS, "QUERIES": backward.QUERIES,
                  "STAGES": backward.STAGES[dim] if back else forward.RING_ROWS[dim] // keys}
-    types = {"stats_desc": f"tensordesc<fp32[2,{backward.QUERIES}],{backward.plain()!r}>"}
+    types = {"stats_desc": f"tensordesc<fp32[2,{backward.QUERIES}],{forward.plain_layout()!r}>"}
     types |= dict.fromkeys(("q_desc", "do_desc"), f"bf16[1,1,64,{dim}]")
     types |= {"*_desc": f"bf16[1,1,{keys},{dim}]", "counters_ptr": "*i32", "scratch_ptr": "*fp32"} | TYPES
     return job(f"{module.__name__}:_{kernel}_kernel", types, constants, num_warps=8 if back else 4)
