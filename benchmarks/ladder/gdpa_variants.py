@@ -44,8 +44,8 @@ def emit(out: str, row: dict) -> None:
 def apply(settings: dict, activation: str | None) -> None:
     from opengem.kernels.gdpa import launch
 
-    if not hasattr(launch, "plain"):
-        launch.plain = launch.launch
+    if not hasattr(launch, "first"):
+        launch.unchanged = launch.launch
         names = ("OWNER_KEYS", "FOLDED", "STREAM", "RESIDENT", "RESIDENT_SHORT")
         launch.first = {name: getattr(launch, name) for name in names}
     for name, value in (launch.first | settings).items():
@@ -54,7 +54,7 @@ def apply(settings: dict, activation: str | None) -> None:
     def replaced(kernel, grid, key, arguments, constants, *rest, **options):
         if activation:
             constants = tuple(activation if x == "gelu_tanh" else x for x in constants)
-        return launch.plain(kernel, grid, key, arguments, constants, *rest, **options)
+        return launch.unchanged(kernel, grid, key, arguments, constants, *rest, **options)
 
     launch.launch = replaced
 
