@@ -4,6 +4,7 @@ VENV ?= .venv
 RUNS ?= runs
 HOUSEHOLDS ?= 200
 DEMO_FLAGS ?=
+WORKERS ?= 2
 BIN := $(VENV)/bin
 OPENGEM := $(BIN)/python -m opengem
 
@@ -39,7 +40,7 @@ demo: $(BIN)/.installed
 	@echo "Open $(RUNS)/demo/report.html"
 
 test: $(BIN)/.installed
-	$(BIN)/python -m pytest -q tests
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile tests
 
 lint: $(BIN)/.installed
 	$(BIN)/ruff check .
