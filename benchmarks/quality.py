@@ -17,7 +17,6 @@ import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 import tyro
@@ -43,8 +42,8 @@ class Arguments:
     out: Path
     recipe: str = "small"
     seeds: tuple[int, ...] = (0, 1, 2)
-    features: tuple[Literal["none", "all"], ...] = ("none", "all")
-    """optional features as inputs: none of them, or all"""
+    features: tuple[str, ...] = ("none", "all")
+    """optional features as inputs: none of them, all, or names and patterns separated by commas"""
     history: int = 0
     """newest events of every stream that are looked up; those before are only counted (0: as the recipe says)"""
     set: tuple[str, ...] = ()
@@ -75,7 +74,7 @@ def _name(arguments: Arguments, features: str) -> str:
 
 def _config(arguments: Arguments, features: str, seed: int) -> Config:
     config = changed(load_recipe(arguments.recipe), arguments.set)
-    optional = ("*",) if features == "all" else ()
+    optional = {"none": (), "all": ("*",)}.get(features) or tuple(filter(None, features.split(",")))
     data = replace(config.data, optional_features=optional, eval_splits=(arguments.split,))
     if arguments.history:
         streams = tuple(_shorter(stream, arguments.history) for stream in config.model.streams)

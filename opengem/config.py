@@ -47,7 +47,7 @@ class DataConfig:
     prefetch: int = 2
     """batches prepared ahead by background threads (0: none)"""
     optional_features: tuple[str, ...] = ()
-    """names of optional features to use as inputs; "*" takes them all"""
+    """names of optional features to use as inputs, or patterns of them ("user_*"); "*" takes them all"""
     train_split: str = "train"
     """split that is trained on"""
     eval_splits: tuple[str, ...] = ("test",)

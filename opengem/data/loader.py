@@ -6,6 +6,7 @@ is therefore the whole state of a loader, and a run may resume on another number
 
 from __future__ import annotations
 
+import fnmatch
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,14 +29,17 @@ from opengem.jagged import Jagged
 def input_features(schema: Schema, config: DataConfig) -> list[Feature]:
     """Sample features the model receives: all that are not optional, and the optional ones the config names.
 
-    A name in `optional_features` that is no optional feature of the schema is a UserError. "*" takes all.
+    A name in `optional_features` may be a pattern ("user_*"); one that fits no optional feature is a UserError, but for
+    "*", all there are.
     """
     optional = [f.name for f in schema.features if f.optional]
+    chosen: set[str] = set()
     for name in config.optional_features:
-        if name != "*" and name not in optional:
+        found = fnmatch.filter(optional, name)
+        if not found and name != "*":
             where = f"config data.optional_features: {name!r}"
             raise UserError(f"{where} is no optional feature of {schema.name!r}{nearest(name, optional)}")
-    chosen = optional if "*" in config.optional_features else config.optional_features
+        chosen.update(found)
     return [f for f in schema.features if not f.optional or f.name in chosen]
 
 

@@ -117,6 +117,28 @@ class Log:
 
 
 @dataclass(frozen=True)
+class Offers:
+    """What is advertised where and when, known before anybody buys.
+
+    places: `[N]`, an integer for the place and time of each line, constant over a basket. pairs: `[K]` ascending, place
+    and product (`Log.pair`) of everything advertised. columns: feature of the candidate -> `[K]` codes; 0 stands for
+    what is not advertised.
+    """
+
+    places: np.ndarray
+    pairs: np.ndarray
+    columns: dict[Feature, np.ndarray]
+
+    def features(self, pairs: np.ndarray) -> dict[str, np.ndarray]:
+        """Feature name -> `[R]` codes of the pairs (place and product)."""
+        if not len(self.pairs):
+            return {feature.name: np.zeros_like(pairs) for feature in self.columns}
+        at = np.minimum(np.searchsorted(self.pairs, pairs), len(self.pairs) - 1)
+        found = self.pairs[at] == pairs
+        return {feature.name: np.where(found, codes[at], 0) for feature, codes in self.columns.items()}
+
+
+@dataclass(frozen=True)
 class Shop:
     """A log and what is known of its lines, products and buyers: all that `write` needs.
 
@@ -124,7 +146,8 @@ class Shop:
     lines: event attribute -> `[N]`. products: attribute -> `[num_products]`, ids with 0 = unknown, shared by events and
     candidates. users: feature -> `[num_users]`. contexts: feature -> `[N]`, constant over a basket and known before it.
     counted: names of the three product attributes that the sixteen counts use. streams: further histories,
-    stream -> (lengths `[num_users]`, columns), with a `timestamp` at which an event has become visible.
+    stream -> (lengths `[num_users]`, columns), with a `timestamp` at which an event has become visible. offers: what is
+    advertised, if that is known.
     """
 
     name: str
@@ -138,6 +161,7 @@ class Shop:
     contexts: dict[Feature, np.ndarray]
     counted: tuple[str, str, str]
     streams: dict[Stream, tuple[np.ndarray, dict[str, np.ndarray]]] = field(default_factory=dict)
+    offers: Offers | None = None
 
 
 @dataclass(frozen=True)
@@ -297,19 +321,22 @@ def describe(shop: Shop, task: Task) -> Schema:
     items = [product, *(replace(f, role="item") for f in shop.products)]
     buyer = Feature(shop.user_name, rows=log.num_users, role="user")
     roles = {"history": "user", **{name: "item" for name in names if name.startswith("product_")}}
-    counts = [Feature(name, "dense", role=roles.get(name, "context"), optional=True) for name in names]
+    extras = [Feature(name, "dense", role=roles.get(name, "context"), optional=True) for name in names]
+    offers = [replace(f, role="item", optional=True) for f in shop.offers.columns] if shop.offers else []
+    baselines = {"trees_6": SIX, "trees_16": names}
+    if offers:
+        baselines[f"trees_{len(names) + len(offers)}"] = (*names, *(f.name for f in offers))
     purchases = Stream("purchase", (product, *shop.products, *shop.lines))
     return Schema(
         name=shop.name,
         source=shop.source,
         streams=(purchases, *shop.streams),
-        features=(buyer, *(replace(f, role="user") for f in shop.users), *items, *shop.contexts, *counts),
+        features=(buyer, *(replace(f, role="user") for f in shop.users), *items, *shop.contexts, *extras, *offers),
         labels=(Label("click"), Label("convert", given="click")),
         splits=splits(log, task),
         baselines=(
             Baseline("popularity", "logistic", ("product_sold",)),
-            Baseline("trees_6", "trees", SIX),
-            Baseline("trees_16", "trees", names),
+            *(Baseline(name, "trees", inputs) for name, inputs in baselines.items()),
         ),
     )
 
@@ -351,6 +378,8 @@ def _samples(shop: Shop, rows: Impressions, histories: dict) -> Iterator[dict[st
         columns |= {f.name: values[product] for f, values in shop.products.items()}
         columns |= {f.name: values[line] for f, values in shop.contexts.items()}
         columns |= counts.features(basket, product)
+        if shop.offers:
+            columns |= shop.offers.features(log.pair(shop.offers.places[line], product))
         columns |= {"click": rows.click[part], "convert": rows.convert[part]}
         yield columns
 

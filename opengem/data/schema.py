@@ -105,7 +105,8 @@ class Label:
 
 @dataclass(frozen=True)
 class Baseline:
-    """A cheap model every run is compared with, fitted on these dense features. kind: "logistic" or "trees"."""
+    """A cheap model every run is compared with. kind: "logistic", on dense features, or "trees", on dense features and
+    ids (which they split as numbers)."""
 
     name: str
     kind: str
@@ -141,11 +142,13 @@ class Schema:
         for split, (start, end) in self.splits.items():
             if start > end:
                 raise UserError(f"schema split {split!r}: starts at {start}, after its end {end}")
-        dense = {f.name for f in self.features if f.kind == "dense"}
         for baseline in self.baselines:
-            missing = [name for name in baseline.features if name not in dense]
+            kinds = ("dense", "id") if baseline.kind == "trees" else ("dense",)
+            known = {f.name for f in self.features if f.kind in kinds}
+            missing = [name for name in baseline.features if name not in known]
             if missing:
-                raise UserError(f"schema baseline {baseline.name!r}: {missing} are no dense features of this schema")
+                where, wanted = f"schema baseline {baseline.name!r}", " or ".join(kinds)
+                raise UserError(f"{where}: {missing} are no {wanted} features of this schema")
         rows: dict[str, int] = {}
         for feature in self.id_features():
             if rows.setdefault(feature.table, feature.rows) != feature.rows:

@@ -38,6 +38,7 @@ def toy_folder(tmp_path):
             "retail_disc": [0.5, 0.0, 0.0, 0.0],
             "coupon_disc": [0.0, 1.0, 0.0, 0.0],
             "coupon_match_disc": [0.0, 0.2, 0.0, 0.0],
+            "week": [6, 10, 10, 10],
             "transaction_timestamp": np.array(seconds, "datetime64[s]").astype("datetime64[ns]"),
         },
         "products": {
@@ -47,6 +48,13 @@ def toy_folder(tmp_path):
             "brand": ["National", "Private", "National"],
             "product_category": [None, "BREAD", "ICE"],
             "product_type": [None, "BREAD:RYE", "ICE"],
+        },
+        "promotions": {
+            "product_id": [5, 5, 5, 88, 77, 5],
+            "store_id": [30, 31, 30, 31, 30, 99],
+            "display_location": ["0", "3", "9", "3", "3", "3"],
+            "mailer_location": ["A", "0", "0", "A", "A", "A"],
+            "week": [10, 10, 6, 10, 10, 10],
         },
         "demographics": {"household_id": [9], **{name: ["known"] for name in completejourney.DEMOGRAPHICS}},
         "campaign_descriptions": {
@@ -78,6 +86,17 @@ def test_tables_are_joined_and_unknowns_are_zero(toy_folder):
     assert shop.log.coupon.tolist() == [False, True, False, False]
     contexts = {f.name: v.tolist() for f, v in shop.contexts.items()}
     assert contexts["hour"] == [19, 21, 19, 19] and contexts["weekday"] == [1, 2, 3, 4]
+
+
+def test_offers_are_those_of_the_store_and_week(toy_folder):
+    """Products nobody bought and stores nobody went to are left out; 0 is not advertised."""
+    shop = completejourney.load(toy_folder)
+    log, offers = shop.log, shop.offers
+    assert len(offers.pairs) == 4 and {f.name: f.rows for f in offers.columns} == {"display": 4, "mailer": 3}
+    found = offers.features(log.pair(offers.places, log.product))
+    assert found["display"].tolist() == [3, 1, 2, 0] and found["mailer"].tolist() == [2, 1, 1, 0]
+    none = offers.features(log.pair(offers.places, np.full(4, 2)))
+    assert not none["display"].any() and not none["mailer"].any()
 
 
 def test_a_dated_event_is_visible_only_after_its_day_has_ended(toy_folder):

@@ -121,8 +121,8 @@ def test_optional_features():
         return [f.name for f in input_features(small.SCHEMA, DataConfig(optional_features=chosen))]
 
     assert names() == ["item", "tags", "hour"]
-    assert names("count") == names("*") == ["item", "tags", "hour", "count"]
-    for wrong in ("counts", "hour"):
+    assert names("count") == names("co*") == names("*") == names("c*", "count") == ["item", "tags", "hour", "count"]
+    for wrong in ("counts", "hour", "h*"):
         with pytest.raises(UserError, match="optional_features"):
             names(wrong)
 

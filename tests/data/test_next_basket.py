@@ -13,6 +13,7 @@ from opengem.data.next_basket import (
     NEVER,
     Counts,
     Log,
+    Offers,
     Shop,
     Task,
     count_names,
@@ -21,7 +22,7 @@ from opengem.data.next_basket import (
     uniform,
     write,
 )
-from opengem.data.schema import Feature, Schema, Stream
+from opengem.data.schema import Baseline, Feature, Schema, Stream
 from opengem.data.store import Events, Samples
 from opengem.errors import UserError
 
@@ -174,6 +175,24 @@ def test_files_hold_strict_histories_and_disjoint_splits(tmp_path):
     assert closes[known & train].max() < TASK.test_from
     assert closes[known & ~train].max() <= log.time[-1]
     assert (known & train).any() and (known & ~train).any() and not known[columns["click"] > 0].all()
+
+
+def test_offers_are_written_as_optional_features_of_the_candidate(tmp_path):
+    log = make_log()
+    places, advertised = log.basket % 3, np.array([[0, 4], [2, 1], [2, 5]])
+    pairs = log.pair(advertised[:, 0], advertised[:, 1])
+    shop = replace(make_shop(log), offers=Offers(places, pairs, {Feature("display", rows=8): np.array([7, 2, 3])}))
+    write(tmp_path, shop, TASK)
+    schema = Schema.load(tmp_path)
+    assert Feature("display", rows=8, role="item", optional=True) in schema.features
+    assert schema.baselines[-1] == Baseline("trees_17", "trees", (*count_names(ATTRIBUTES), "display"))
+    samples = Samples.open(tmp_path, schema)
+    shown = samples.read(0, samples.num_rows)["display"]
+    rows = impressions(log, TASK)
+    wanted = {(0, 4): 7, (2, 1): 2, (2, 5): 3}
+    place = places[log.first[rows.basket]].tolist()
+    assert shown.tolist() == [wanted.get(pair, 0) for pair in zip(place, rows.product.tolist(), strict=True)]
+    assert set(shown) == {0, 2, 3, 7}
 
 
 @pytest.mark.parametrize("change", ["products", "coupons", "removal"])

@@ -43,8 +43,12 @@ BAD = {
     "split": (lambda: dataclasses.replace(SCHEMA, splits={"train": (5, 3)}), "starts at 5, after its end 3"),
     "baseline kind": (lambda: Baseline("b", "forest", ()), "kind is 'forest', wanted logistic or trees"),
     "baseline feature": (
-        lambda: dataclasses.replace(SCHEMA, baselines=(Baseline("b", "trees", ("item",)),)),
+        lambda: dataclasses.replace(SCHEMA, baselines=(Baseline("b", "logistic", ("item",)),)),
         "['item'] are no dense features",
+    ),
+    "baseline of trees": (
+        lambda: dataclasses.replace(SCHEMA, baselines=(Baseline("b", "trees", ("tags", "lost")),)),
+        "['tags', 'lost'] are no dense or id features",
     ),
     "table rows": (
         lambda: dataclasses.replace(SCHEMA, features=(Feature("item", rows=51, table="item"),)),
