@@ -74,7 +74,7 @@ def _name(arguments: Arguments, features: str) -> str:
 
 def _config(arguments: Arguments, features: str, seed: int) -> Config:
     config = changed(load_recipe(arguments.recipe), arguments.set)
-    optional = {"none": (), "all": ("*",)}.get(features) or tuple(filter(None, features.split(",")))
+    optional = {"none": (), "all": ("*",)}.get(features, tuple(features.split(",")))
     data = replace(config.data, optional_features=optional, eval_splits=(arguments.split,))
     if arguments.history:
         streams = tuple(_shorter(stream, arguments.history) for stream in config.model.streams)

@@ -22,6 +22,8 @@ def test_fields_are_changed_and_named(tmp_path):
     (stream,), (whole,) = config.model.streams, recipe.model.streams
     assert stream == replace(whole, max_length=64, counted=whole.max_length + whole.counted - 64)
     assert (config.data.optional_features, config.train.seed) == (("*",), 3)
+    chosen = {name: _config(arguments, name, 0).data.optional_features for name in ("none", "all", "user_*,history")}
+    assert chosen == {"none": (), "all": ("*",), "user_*,history": ("user_*", "history")}
     assert _name(arguments, "all") == "small, all optional features, histories of 64, " + ", ".join(given)
 
 
