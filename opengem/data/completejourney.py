@@ -93,7 +93,7 @@ def load(source: Path, households: int = 0, seed: int = 0) -> Shop:
         },
         counted=("type", "category", "manufacturer"),
         streams=_campaigns(source, names),
-        offers=_offers(source, lines["week"], stores, store, product_names),
+        offers=_offers(source, log, lines["week"], stores, store, product_names),
     )
 
 
@@ -159,29 +159,28 @@ def _campaigns(source: Path, names: np.ndarray) -> dict[Stream, tuple[np.ndarray
     return {Stream("campaign", tuple(attributes)): (lengths, columns)}
 
 
-def _offers(source: Path, week: np.ndarray, stores: np.ndarray, store: np.ndarray, products: np.ndarray) -> Offers:
+def _offers(
+    source: Path, log: Log, week: np.ndarray, stores: np.ndarray, store: np.ndarray, products: np.ndarray
+) -> Offers:
     """Where in a store's displays and in the mailer of a week a product stands; known for a quarter of the stores.
 
     A code of 0 is no entry at all. An entry that is in one of the two only has the file's own "0" for the other.
     """
     names = {"display": "display_location", "mailer": "mailer_location"}
     table = pq.read_table(source / "promotions.parquet", read_dictionary=list(names.values()))
-    shop, product = _places(stores, table["store_id"].to_numpy()), _places(products, table["product_id"].to_numpy())
-    kept = np.flatnonzero((shop >= 0) & (product >= 0))
-    place = table["week"].to_numpy()[kept] * len(stores) + shop[kept]
-    pairs, first = np.unique(place * (len(products) + 1) + product[kept] + 1, return_index=True)
+    shop, product = (
+        _spread(known, table[name].to_numpy(), np.arange(1, len(known) + 1))
+        for name, known in (("store_id", stores), ("product_id", products))
+    )
+    kept = np.flatnonzero((shop > 0) & (product > 0))
+    place = table["week"].to_numpy()[kept] * len(stores) + shop[kept] - 1
+    pairs, first = np.unique(log.pair(place, product[kept]), return_index=True)
     columns = {name: _codes(table[column]) for name, column in names.items()}
     return Offers(
         week * len(stores) + store,
         pairs,
         {Feature(name, rows=int(codes.max()) + 1): codes[kept][first] for name, codes in columns.items()},
     )
-
-
-def _places(known: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Where each value stands in `known` (ascending); -1 where it does not."""
-    place = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
-    return np.where(known[place] == wanted, place, -1)
 
 
 def _seconds(column: pa.ChunkedArray) -> np.ndarray:

@@ -321,7 +321,7 @@ def describe(shop: Shop, task: Task) -> Schema:
     items = [product, *(replace(f, role="item") for f in shop.products)]
     buyer = Feature(shop.user_name, rows=log.num_users, role="user")
     roles = {"history": "user", **{name: "item" for name in names if name.startswith("product_")}}
-    extras = [Feature(name, "dense", role=roles.get(name, "context"), optional=True) for name in names]
+    counts = [Feature(name, "dense", role=roles.get(name, "context"), optional=True) for name in names]
     offers = [replace(f, role="item", optional=True) for f in shop.offers.columns] if shop.offers else []
     baselines = {"trees_6": SIX, "trees_16": names}
     if offers:
@@ -331,7 +331,7 @@ def describe(shop: Shop, task: Task) -> Schema:
         name=shop.name,
         source=shop.source,
         streams=(purchases, *shop.streams),
-        features=(buyer, *(replace(f, role="user") for f in shop.users), *items, *shop.contexts, *extras, *offers),
+        features=(buyer, *(replace(f, role="user") for f in shop.users), *items, *shop.contexts, *counts, *offers),
         labels=(Label("click"), Label("convert", given="click")),
         splits=splits(log, task),
         baselines=(

@@ -78,9 +78,9 @@ class NumberEncoding(nn.Module):
         return 2 * rows * (self.curve.numel() + self.slope.numel())
 
 
-def seconds_ago(times: Jagged, batch: Batch) -> Tensor:
-    """float32 `[T]`: seconds from each of a sample's times to its request, 0 where it is later."""
-    return (batch.timestamps[times.row_to_sample] - times.values).clamp(min=0).float()
+def seconds_ago(times: Tensor, row: Tensor, batch: Batch) -> Tensor:
+    """float32 `[T]`: seconds from times to the request of their samples (both int64 `[T]`), 0 where it is later."""
+    return (batch.timestamps[row] - times).clamp(min=0).float()
 
 
 def _fixed(terms: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ class EventTokenizer(nn.Module):
         history = batch.sequences[f"{self.stream.name}.timestamp"]
         row = history.row_to_sample
         position = torch.arange(row.shape[0], device=row.device) - history.offsets[row]
-        gap = seconds_ago(history, batch)
+        gap = seconds_ago(history.values, row, batch)
         match = gap.new_zeros(gap.shape[0], 0)
         if self.pairs:
             wanted = torch.stack([batch.features[f.name] for _, f in self.pairs], 1)
@@ -198,7 +198,8 @@ class EventTokenizer(nn.Module):
             by_pair = sums[:, 1:].unflatten(1, (len(self.pairs), len(self.decay)))
             for i, (a, f) in enumerate(self.pairs):
                 times = batch.sequences[f"{counted}.{a.name}.{f.name}"]
-                by_pair[:, i].index_add_(0, times.row_to_sample, _fixed(self.decayed(seconds_ago(times, batch))))
+                row = times.row_to_sample
+                by_pair[:, i].index_add_(0, row, _fixed(self.decayed(seconds_ago(times.values, row, batch))))
         return torch.log1p(sums.double() / _FIXED_POINT).float()
 
     def decayed(self, gap: Tensor) -> Tensor:

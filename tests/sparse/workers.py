@@ -386,9 +386,8 @@ def peak(rank: int, world: int) -> tuple[int, int, int, int]:
     """With a table of 20,000 rows: (bytes of a whole shard, chunk_bytes, most bytes alive in a lookup of 10 rows, bytes
     that reading the 10 rows ahead leaves)."""
     chunk, made = 64 << 10, meshes(world)
-    piece, groups = Piece("t", 0, 20_000, 0), [axes.get_group("sparse_replica") for axes in (made.sparse, made.ids)]
-    copies = Copies(*groups)
-    tables = FullyShardedTables([piece], 20_000, DIM, "cpu", copies, "exact", "chunks", chunk, eps=0)
+    copies = Copies(*(axes.get_group("sparse_replica") for axes in (made.sparse, made.ids)))
+    tables = FullyShardedTables([Piece("t", 0, 20_000, 0)], 20_000, DIM, "cpu", copies, "exact", "chunks", chunk, eps=0)
     rows = torch.arange(10) * 1999
     with LiveBytes(tables.weight) as bytes_alive:
         found = tables.lookup(tables.request(rows, learn=False), torch.float32)

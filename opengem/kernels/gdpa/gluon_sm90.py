@@ -9,10 +9,9 @@ With few keys (RESIDENT) an item is a whole sample: K and V stay in shared memor
 warpgroups in turn, pass by. Otherwise an item is 128 query rows and K, V stream through the same ring; with TURNS a
 warpgroup issues its products when the other has issued its own, so that one multiplies while the other activates.
 
-Tiles never cross a sample's end: descriptors are ragged. Two leading dimensions of strides `2^34 - row` and `row`
-shift the base so that the row coordinate runs into the bound `BOUND` exactly at the sample's end (64-bit addresses
-wrap), so TMA fills with 0 when loading and drops rows when storing. A row past a sample's keys is 0, and so are its
-score and its weight: nothing is masked, and a neighbour's NaN stays with the neighbour.
+Tiles never cross a sample's end: descriptors are ragged (`jfa/gluon_sm90.py`), so TMA fills with 0 when loading and
+drops rows when storing. A row past a sample's keys is 0, and so are its score and its weight: nothing is masked, and a
+neighbour's NaN stays with the neighbour.
 """
 
 from triton.experimental import gluon

@@ -399,4 +399,3 @@ def backward(
          options.scale, 0 if spread else multiprocessors(q.device) // 2, options.left, options.right),
         (heads // kv_heads, options.left >= 0, options.right >= 0, dim, QUERIES, KEYS, STAGES[dim], spread > 0), 8)
     return dq, dk, dv, q.new_empty(0)
-

@@ -31,9 +31,8 @@ def portable(dim: int, capability: int) -> list[dict]:
 
 def hopper(dim: int) -> list[dict]:
     """jobs of the Gluon kernels: forward, the backward in two kernels (dq; dk and dv), and at 128 the one in one."""
-    from triton.experimental.gluon import language as gl
-
     from opengem.kernels.gdpa import launch
+    from opengem.kernels.jfa.gluon_sm90 import plain_layout
 
     jobs = []
     tables = (False, launch.STREAM), (True, launch.RESIDENT), (True, launch.RESIDENT_SHORT)
@@ -45,7 +44,7 @@ def hopper(dim: int) -> list[dict]:
         boxes = {"[ao]*_desc": f"bf16[1,1,64,{dim}]", "*_desc": f"bf16[1,1,{tile},{dim}]"}
         jobs.append(("gluon_sm90:backward", boxes, {"BN": tile, "STAGES": depth, "KEYS": keys}))
     if dim == 128:
-        boxes = {"sums_desc": f"tensordesc<fp32[64,{dim}],{gl.NVMMASharedLayout(0, 32, 2)!r}>",
+        boxes = {"sums_desc": f"tensordesc<fp32[64,{dim}],{plain_layout()!r}>",
                  "*_desc": f"bf16[1,1,64,{dim}]"}
         stages = dict(zip(("Q_STAGES", "G_STAGES"), launch.BACKWARD_STAGES, strict=True)) | {"FOLD": True}
         jobs += [("gluon_sm90_backward:backward", boxes,
