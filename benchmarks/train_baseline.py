@@ -23,7 +23,7 @@ from opengem.efficiency import layers
 from opengem.kernels.gdpa.activations import ACTIVATIONS
 from opengem.model.attention import ContextAttention, Rotation, SeedPooling, SelfAttention
 from opengem.model.blocks import HistorySummary, StreamLayer, StreamState
-from opengem.model.gem import GEM, Layer
+from opengem.model.gem import GEM, Layer, Logits
 from opengem.model.interaction import CrossLayerAttention
 
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -84,11 +84,12 @@ class Baseline(nn.Module):
             found.append(replace(part, module=self.calls.get(around, part.module)))
         return found
 
-    def forward(self, batch: Batch, embedded: Embedded) -> dict[str, Tensor]:
+    def forward(self, batch: Batch, embedded: Embedded) -> Logits:
         gem = self.gem
         found, counts = gem.tokenize_events(batch, embedded)
         states = {name: Padded(state, gem.stream_configs[name].max_length) for name, state in found.items()}
-        tokens, candidate = gem.features(batch, embedded, counts)
+        vectors = gem.features.vectors(batch, embedded, counts)
+        tokens, candidate = gem.features(vectors)
         x = [_norm(tokens)]
         with sdpa_kernel(BACKENDS, set_priority=True):
             for layer in gem.layers:
@@ -96,7 +97,7 @@ class Baseline(nn.Module):
             last = [self.summary(m, states[s].events, states[s].exists, candidate) for s, m in
                     gem.last_summaries.items()]
         flat = _norm(torch.cat([x[-1], *[part.to(x[-1].dtype) for part in last]], 1)).flatten(1)
-        return {name: head(flat) for name, head in gem.heads.items()}
+        return gem.logits(flat, vectors, embedded)
 
     def layer(self, layer: Layer, x: list[Tensor], states: dict[str, Padded], candidate: Tensor) -> Tensor:
         tokens = x[-1]

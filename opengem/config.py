@@ -183,6 +183,9 @@ class ModelConfig:
     """compare events with the candidate: equal ids, similar embeddings, how often and how lately they matched"""
     head_hidden: int = 128
     """width of the first hidden layer of a task's head, twice the second's"""
+    tower_dim: int = 0
+    """width of the user's and the candidate's tower, whose inner product is added to the first label's logit (0: no
+    towers)"""
 
     def __post_init__(self) -> None:
         counts = "dim layers num_feature_tokens num_summary num_kv seeds pooled_tokens sumkron_rank experts heads"
@@ -190,6 +193,7 @@ class ModelConfig:
             _at_least(f"model.{name}", getattr(self, name), 1)
         _at_least("model.fm_tokens", self.fm_tokens, 0)
         _at_least("model.recent_tokens", self.recent_tokens, 0)
+        _at_least("model.tower_dim", self.tower_dim, 0)
         _at_least("model.num_feature_tokens", self.num_feature_tokens, 2)
         fewest = min((stream.heads for stream in self.streams), default=0)
         rule = f"must lie between 0 and the fewest heads of a stream ({fewest})"
@@ -225,9 +229,11 @@ class OptimConfig:
     """loss weight by label (1 where not named)"""
     esmm: bool = False
     """train a conditional label on all samples, as its condition's probability times its own (ESMM)"""
+    in_batch_softmax: float = 0.2
+    """weight of the in-batch softmax that trains the towers, where the model has them"""
 
     def __post_init__(self) -> None:
-        for name in ("lr", "eps", "weight_decay", "warmup_steps", "clip_norm"):
+        for name in ("lr", "eps", "weight_decay", "warmup_steps", "clip_norm", "in_batch_softmax"):
             _at_least(f"optim.{name}", getattr(self, name), 0)
         fraction, legal = self.final_lr_fraction, all(0 <= b < 1 for b in self.betas)
         _require(0 <= fraction <= 1, "optim.final_lr_fraction", fraction, "must lie in [0, 1]", "1: a constant rate")

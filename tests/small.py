@@ -50,12 +50,12 @@ def write(folder: Path, rows: int = 600, seed: int = 0) -> Path:
     return folder
 
 
-def config(**train) -> Config:
+def config(tower_dim: int = 0, **train) -> Config:
     """A recipe small enough for a second of training."""
     model = ModelConfig(
         dim=16, layers=2, streams=(StreamConfig(max_length=16, dim=16, heads=2),), num_feature_tokens=4, num_summary=2,
         num_kv=4, seeds=4, pooled_tokens=2, experts=2, fm_tokens=2, linear_tokens=2, fm_rank=2, expert_hidden=16,
-        head_hidden=16,
+        head_hidden=16, tower_dim=tower_dim,
     )  # fmt: skip
     return Config(
         name="small",

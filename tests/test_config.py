@@ -29,6 +29,8 @@ def test_json_round_trip_rebuilds_the_same_config():
         (lambda: StreamConfig(dim=0), ["model.streams[*].dim", "0", "at least 1"]),
         (lambda: StreamConfig(taps=0), ["model.streams[*].taps", "0", "at least 1"]),
         (lambda: StreamConfig(dim=30, heads=4), ["dim", "30", "heads (4)", "128"]),
+        (lambda: ModelConfig(tower_dim=-1), ["model.tower_dim", "-1", "at least 0", "--model.tower-dim 0"]),
+        (lambda: OptimConfig(in_batch_softmax=-0.5), ["optim.in_batch_softmax", "-0.5", "at least 0"]),
         # the time scale is checked although the time encoding is off
         (lambda: ModelConfig(time_encoding=False, time_scale_s=0.0), ["model.time_scale_s", "0.0", "above 0"]),
         (lambda: OptimConfig(betas=(1.0, 0.9)), ["optim.betas", "[0, 1)"]),

@@ -49,6 +49,8 @@ def parts(model: nn.Module, lengths: dict[str, list[int]]) -> list[Part]:
             found += [Part(f"{at}.{s}.{kind}", kind, m, m.flops(lengths[s])) for kind, m in inside.items() if m]
     last = model.last_summaries.items()
     found += [Part(f"last.{s}.pooling", "pooling", m, m.flops(lengths[s])) for s, m in last]
+    if model.towers is not None:
+        found.append(Part("towers", "towers", model.towers, model.towers.flops(rows)))
     return found + [Part(f"heads.{label}", "heads", m, m.flops(rows)) for label, m in model.heads.items()]
 
 
@@ -113,6 +115,8 @@ def ranged(model: nn.Module, layers: list[Part], phases: dict[str, tuple[object,
             for part in layers:
                 if part.kind == "events":
                     methods |= {f"{part.name}\0{m}": (part.module, m) for m in ("view", "counts")}
+                if part.kind == "features":
+                    methods[f"{part.name}\0vectors"] = (part.module, "vectors")
         for name, (owner, method) in methods.items():
             setattr(owner, method, ranges.wrap(name.split("\0")[0], getattr(owner, method)))
             undo.callback(delattr, owner, method)

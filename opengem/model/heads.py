@@ -1,4 +1,4 @@
-"""From the last tokens to one logit a label. Read `gem.py` next."""
+"""From the last tokens to one logit a label. Read `towers.py` next."""
 
 from __future__ import annotations
 

@@ -232,6 +232,7 @@ class FeatureTokenizer(nn.Module):
         item = [i for i, f in enumerate(self.ids) if f.role == "item"]
         self.register_buffer("item", torch.tensor(item).long(), False)
         self.embedding_dim = embedding_dim
+        self.num_counts = num_counts
         self.numbers = NumberEncoding(len(self.dense) + num_counts, embedding_dim)
         self.bit_vectors = nn.ModuleList(nn.Linear(f.rows, embedding_dim) for f in self.bits)
         self.count = len(self.ids) + len(self.dense) + num_counts + len(self.bits)
@@ -242,9 +243,8 @@ class FeatureTokenizer(nn.Module):
         self.outer = nn.Linear(config.expert_hidden, config.dim)
         self.candidate = nn.Linear(max(1, len(self.item)) * embedding_dim, config.dim)
 
-    def forward(self, batch: Batch, embedded: Embedded, counts: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """(tokens `[B, num_feature_tokens, dim]`, candidate `[B, dim]`)."""
-        vectors = self.vectors(batch, embedded, counts)  # [B, count, embedding_dim]
+    def forward(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """What `vectors` gives to (tokens `[B, num_feature_tokens, dim]`, candidate `[B, dim]`)."""
         lifted = self.lift(vectors) + self.identity.to(vectors.dtype)
         mixed = self.mix(lifted)
         deep = self.outer(F.gelu(self.inner(vectors.flatten(1))))
@@ -252,6 +252,7 @@ class FeatureTokenizer(nn.Module):
         return torch.cat([mixed, deep[:, None]], 1), self.candidate(item.flatten(1))
 
     def vectors(self, batch: Batch, embedded: Embedded, counts: list[Tensor]) -> Tensor:
+        """`[B, count, embedding_dim]`: ids, numbers, match counts, bit masks. counts: `EventTokenizer.counts`."""
         parts = [torch.stack([embedded.features[f.name] for f in self.ids], 1)] if self.ids else []
         numbers = [batch.features[f.name][:, None] for f in self.dense] + counts
         if numbers:
@@ -259,6 +260,11 @@ class FeatureTokenizer(nn.Module):
         for feature, vector in zip(self.bits, self.bit_vectors, strict=True):
             parts.append(vector(unpack_bits(batch.features[feature.name], feature.rows))[:, None])
         return torch.cat(parts, 1)
+
+    def places(self, wanted: list[Feature]) -> list[int]:
+        """Where these features stand in `vectors`, in the order there."""
+        order = [*self.ids, *self.dense, *[None] * self.num_counts, *self.bits]
+        return [place for place, feature in enumerate(order) if feature in wanted]
 
     def flops(self, rows: int) -> int:
         lift = self.count * self.lift.weight.numel()

@@ -25,7 +25,7 @@ ROOFS = hardware.Roofs(1.0, 10.0, "test")
 
 @pytest.fixture(scope="module")
 def result():
-    return profiling.run(small.config(), None, samples=12, streams=2)
+    return profiling.run(small.config(tower_dim=8), None, samples=12, streams=2)
 
 
 def test_the_layers_sum_to_the_step_within_5_percent(result):
@@ -34,7 +34,7 @@ def test_the_layers_sum_to_the_step_within_5_percent(result):
 
 
 def test_every_layer_has_both_phases_and_the_flops_are_those_of_the_model(result):
-    config = small.config()
+    config = small.config(tower_dim=8)
     job = build(config, workload.schema(config, 2))
     batch = workload.batch(job.schema, job.max_lengths, 12)
     lengths = workload.history_lengths(batch)

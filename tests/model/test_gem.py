@@ -20,6 +20,8 @@ LENGTHS = {"buy": [3, 0, 9, 64, 1, 0], "view": [0, 0, 5, 7, 2, 64]}
 
 
 TAPS = replace(SMALL, streams=tuple(replace(stream, taps=3) for stream in SMALL.streams))
+TOWERS = replace(SMALL, tower_dim=4)
+CONFIGS = pytest.mark.parametrize("config", [SMALL, TAPS, TOWERS], ids=["plain", "taps", "towers"])
 
 
 def model(config=SMALL, schema=SCHEMA, features=None) -> GEM:
@@ -46,7 +48,7 @@ def test_one_finite_logit_a_label_and_sample():
         assert value.shape == (6,) and value.dtype == torch.float32 and value.isfinite().all()
 
 
-@pytest.mark.parametrize("config", [SMALL, TAPS], ids=["plain", "taps"])
+@CONFIGS
 def test_a_sample_alone_gives_the_logits_it_gives_in_a_batch(config):
     """K8: nothing is scaled or normalised by batch mates."""
     batch, gem = make_batch(LENGTHS), opened(model(config))
@@ -70,7 +72,7 @@ def test_max_length_sizes_buffers_and_never_enters_the_result():
 
 @pytest.mark.parametrize("lengths", [LENGTHS, {"buy": [0, 0], "view": [0, 0]}, {"buy": [], "view": []}])
 @pytest.mark.parametrize("schedule", ["GS", "F", "G"])
-@pytest.mark.parametrize("config", [SMALL, TAPS], ids=["plain", "taps"])
+@CONFIGS
 def test_every_gradient_is_there_and_finite(lengths, schedule, config, poisoned_empty):
     """Empty histories and an empty batch are ordinary; no parameter is left out of the graph (FSDP needs it)."""
     gem = model(replace(config, schedule=schedule, layers=3))
@@ -96,7 +98,7 @@ def test_the_history_and_the_candidate_matter():
 
 @pytest.mark.parametrize("schedule", ["GS", "FS", "G"])
 @pytest.mark.parametrize("lengths", [LENGTHS, {"buy": [64] * 3, "view": [64] * 3}, {"buy": [0], "view": [0]}])
-@pytest.mark.parametrize("config", [SMALL, TAPS], ids=["plain", "taps"])
+@CONFIGS
 def test_flops_equal_what_pytorch_counts(schedule, lengths, config):
     """M2: window and block attention count what their mask lets through, on the real lengths."""
     gem = model(replace(config, schedule=schedule))
@@ -170,7 +172,7 @@ def test_parts_of_the_config_switch_off():
         assert gem.num_parameters() < model().num_parameters()
 
 
-@pytest.mark.parametrize("config", [SMALL, TAPS], ids=["plain", "taps"])
+@CONFIGS
 def test_bfloat16_autocast_agrees_with_float32(config):
     batch, gem = make_batch(LENGTHS), opened(model(config))
     exact = gem(batch, embed(batch))
@@ -181,7 +183,7 @@ def test_bfloat16_autocast_agrees_with_float32(config):
         torch.testing.assert_close(rough[name], exact[name], atol=0.15, rtol=0.15)
 
 
-@pytest.mark.parametrize("config", [SMALL, TAPS], ids=["plain", "taps"])
+@CONFIGS
 def test_compiled_model_agrees(config):
     batch, gem = make_batch(LENGTHS), opened(model(config))
     wanted = gem(batch, embed(batch))

@@ -180,5 +180,5 @@ def test_one_tap_is_the_event_alone():
 def test_feature_tokens_have_the_configured_number():
     batch = make_batch(LENGTHS)
     module = FeatureTokenizer(FEATURES, 11, SMALL, EMBEDDING_DIM)
-    tokens, candidate = module(batch, embed(batch), [counts_of(batch)])
+    tokens, candidate = module(module.vectors(batch, embed(batch), [counts_of(batch)]))
     assert tokens.shape == (4, SMALL.num_feature_tokens, SMALL.dim) and candidate.shape == (4, SMALL.dim)
