@@ -16,12 +16,12 @@ from opengem.config import Config, MeshSpec, from_json
 from opengem.data.batch import Batch
 from opengem.data.columns import nearest
 from opengem.data.loader import Loader, input_features
-from opengem.data.schema import Feature, Schema
+from opengem.data.schema import Feature, Schema, first_label
 from opengem.data.store import Events
 from opengem.errors import UserError
 from opengem.kernels.adamw.op import in_one_launch
-from opengem.loss import multi_task_loss, task_weights
-from opengem.model.gem import GEM, stream_config
+from opengem.loss import in_batch_softmax, multi_task_loss, task_weights
+from opengem.model.gem import GEM, Logits, stream_config
 from opengem.optim import Copies, dense_optimizer, gradient_norm, rate, update
 from opengem.sparse.collection import Distributed, EmbeddingCollection
 from opengem.sparse.sharded import shard
@@ -81,7 +81,7 @@ class Job:
         """stream -> newest events of a history that the model sees."""
         return {s.name: stream_config(self.config.model, s.name).max_length for s in self.schema.streams}
 
-    def forward(self, batch: Batch, ids: Distributed | None = None) -> dict[str, Tensor]:
+    def forward(self, batch: Batch, ids: Distributed | None = None) -> Logits:
         """Logits `[B]` by label, of a batch on the job's device. ids: where they were distributed ahead."""
         if self.dtype != torch.float32 and (self.copies is None or self.copies.model is not self.model):
             self.copies = Copies(self.model, self.dtype)
@@ -90,14 +90,19 @@ class Job:
             embedded = self.embeddings(batch) if ids is None else self.embeddings.lookup(ids)
             return functional_call(self.model, parameters, (batch, embedded))
 
-    def loss(self, logits: dict[str, Tensor], batch: Batch) -> Tensor:
+    def loss(self, logits: Logits, batch: Batch) -> Tensor:
         """This process's part of the loss of the global batch: the parts of all processes add up to it."""
         optim, labels = self.config.optim, self.schema.labels
         sums = None
         if mesh.world_size() > 1:
             masses = torch.stack([weight.sum() for weight in task_weights(batch, labels, optim.esmm).values()])
             sums = dict(zip((label.name for label in labels), mesh.sum_over_ranks(masses), strict=True))
-        return multi_task_loss(logits, batch, labels, optim.task_weights, optim.esmm, sums)
+        loss = multi_task_loss(logits, batch, labels, optim.task_weights, optim.esmm, sums)
+        if logits.towers is not None and optim.in_batch_softmax > 0:
+            room = -(-self.config.data.batch_size // mesh.world_size())  # what the loader gives a process at most
+            contrast = (batch, first_label(labels).name, self.schema.features, room)
+            loss = loss + optim.in_batch_softmax * in_batch_softmax(*logits.towers, *contrast)
+        return loss
 
     def learn(self, loss: Tensor) -> Step:
         """Backward, check, step, without waiting for the device.

@@ -1,4 +1,4 @@
-"""Weighted multi-task binary cross entropy, and the running sums behind the training curve.
+"""Weighted multi-task binary cross entropy, the in-batch softmax, and the running sums behind the training curve.
 
 The loss of a task is the weighted sum of its log losses over the GLOBAL weight sum (over all ranks and micro-batches),
 so that moving samples between ranks never changes the gradient.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from opengem import mesh
 from opengem.data.batch import Batch
-from opengem.data.schema import Label
+from opengem.data.schema import Feature, Label
 
 
 def task_weights(batch: Batch, labels: Sequence[Label], esmm: bool = False) -> dict[str, Tensor]:
@@ -47,6 +48,44 @@ def multi_task_loss(
         mass = weight.sum() if weight_sums is None else weight_sums[label.name]
         total = total + scale.get(label.name, 1.0) * (weight * losses).sum() / mass.clamp_min(1e-30)
     return total
+
+
+def in_batch_softmax(
+    user: Tensor, item: Tensor, batch: Batch, label: str, features: Sequence[Feature], room: int) -> Tensor:
+    """Scalar float32: this process's part of the loss of telling the candidate of every positive from all others.
+
+    For a sample with weight w and label y: w y x cross entropy of its own candidate among the candidates of all samples
+    of the GLOBAL batch, by the inner products of user and item (float, `[B, dim]`); summed, over the global sum of w y.
+    The parts of all processes add up to the loss, as do their gradients. No contrasts to a sample are
+    - samples of the same candidate, those with all its id features of role item (without any, all candidates differ);
+    - other positives of the same user, those with all its id features of role user (without any, all users differ).
+    What is drawn as a candidate often is contrasted often, which is not corrected: where negatives are drawn by
+    popularity q, the log loss and this one have the same optimum, log p(item | user) / q(item).
+
+    label: the one that says what is positive; NaN counts as 0. features: of the samples; those that the batch lacks are
+    passed over. room: rows that a process may have; with several processes, ValueError where it has more (alone: any).
+    An empty batch, or one without a positive, has loss 0 and zero gradients. Nothing waits for the device. Collective.
+    Source: Yi et al., "Sampling-bias-corrected neural modeling for large corpus item recommendations", RecSys 2019.
+    """
+    weight = batch.weights * batch.labels[label].nan_to_num(0.0)
+    items, users = ([batch.features[f.name] for f in features
+                     if f.kind == "id" and f.role == role and f.name in batch.features] for role in ("item", "user"))
+    marks = torch.ones_like(batch.rows), (batch.labels[label] > 0).long(), *items, *users
+    exists, positive, *ids = mesh.gather_padded(torch.stack(marks, 1), room).T
+    rows = mesh.gather_padded(torch.cat([item.float(), weight[:, None]], 1), room)
+    scores, mass = user.float() @ rows[:, :-1].T, rows[:, -1].detach().sum()
+    same_item, same_user = _all_equal(items, ids[: len(items)]), _all_equal(users, ids[len(items) :])
+    own = torch.arange(user.shape[0], device=user.device)[:, None] + mesh.rank() * room  # its place among all
+    apart = (exists == 0) | same_item | (same_user & (positive > 0))
+    apart = apart & (own != torch.arange(scores.shape[1], device=user.device))
+    chance = scores.masked_fill(apart, -torch.inf).log_softmax(1).gather(1, own)[:, 0]
+    return -(weight * chance).sum() / mass.clamp_min(1e-30)
+
+
+def _all_equal(own: list[Tensor], others: list[Tensor]) -> Tensor | bool:
+    """bool `[B, all]`: where each of the columns agrees; False without columns."""
+    equal = [mine[:, None] == theirs for mine, theirs in zip(own, others, strict=True)]
+    return reduce(torch.logical_and, equal) if equal else False
 
 
 def _product_log_loss(logits: Tensor, given: Tensor, target: Tensor) -> Tensor:

@@ -114,6 +114,34 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def gather_padded(rows: Tensor, room: int) -> Tensor:
+    """The rows `[n, ...]` of all processes in rank order, those of each with zeros up to `room`: `[ranks * room, ...]`.
+
+    Differentiable: the gradient of a row is summed over what all processes made of it. Collective, as is its backward,
+    so all processes run both. Alone, the rows themselves. ValueError where a process has more than `room` rows.
+    """
+    if world_size() == 1:
+        return rows
+    if rows.shape[0] > room:
+        raise ValueError(f"gather_padded: rank {rank()} has {rows.shape[0]} rows, each process has room for {room}")
+    padded = torch.cat([rows, rows.new_zeros(room - rows.shape[0], *rows.shape[1:])])
+    return _Gather.apply(padded)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: Tensor) -> Tensor:
+        out = rows.new_empty(world_size() * rows.shape[0], *rows.shape[1:])
+        all_gather(out, rows)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        own = grad.new_empty(grad.shape[0] // world_size(), *grad.shape[1:])
+        reduce_scatter(own, grad.contiguous())
+        return own
+
+
 def max_over_ranks(tensor: Tensor) -> Tensor:
     """The largest over all processes, in place; collective."""
     if world_size() > 1:

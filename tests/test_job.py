@@ -24,13 +24,13 @@ def data(tmp_path_factory):
     return small.write(tmp_path_factory.mktemp("small") / "data")
 
 
-def _without_histories(folder):
+def _without_histories(folder, schema=small.SCHEMA):
     r, rows = np.random.default_rng(0), 200
     user, candidate = r.integers(0, small.USERS, rows), r.integers(0, small.ITEMS, rows)
     columns = {"user": user, "timestamp": np.linspace(0, 990_000, rows).astype(np.int64), "member": user}
     columns |= {"candidate": candidate, "hour": np.zeros(rows, np.float32), "popularity": np.zeros(rows, np.float32)}
     columns |= {"click": (candidate % 2).astype(np.float32), "convert": np.zeros(rows, np.float32)}
-    with Writer(folder, replace(small.SCHEMA, streams=())) as writer:
+    with Writer(folder, replace(schema, streams=())) as writer:
         writer.write_events({}, [f"u{i}" for i in range(small.USERS)])
         writer.write_samples(columns)
     return folder
@@ -42,6 +42,20 @@ def test_a_data_set_without_histories_trains_and_its_checkpoint_loads(tmp_path):
     train(small.config(steps=3), folder, run, with_baselines=False)
     assert open_run(run, folder).step == open_run(run, folder).total_steps == 3
     assert all(p.grad is None for p in open_run(run, folder).model.parameters())
+
+
+@pytest.mark.parametrize("missing, towers", [((), True), (("item",), False), (("user",), False)])
+def test_towers_train_where_user_and_candidate_have_inputs_and_are_left_out_elsewhere(tmp_path, missing, towers):
+    features = tuple(replace(f, role="context" if f.role in missing else f.role) for f in small.SCHEMA.features)
+    features = tuple(replace(f, role="item" if f.name == "member" and "user" in missing else f.role) for f in features)
+    folder = _without_histories(tmp_path / "data", replace(small.SCHEMA, features=features))
+    train(small.config(tower_dim=8, steps=3), folder, tmp_path / "run", with_baselines=False)
+    assert (open_run(tmp_path / "run", folder).model.towers is not None) == towers
+    bare = build(small.config(tower_dim=8), Schema.load(folder))
+    bare.config = replace(bare.config, optim=replace(bare.config.optim, in_batch_softmax=0.0))
+    batch = next(iter(bare.loader(folder, "train", training=True)))
+    logits, whole = bare.forward(batch), build(small.config(tower_dim=8), Schema.load(folder))
+    assert (whole.loss(logits, batch) > bare.loss(logits, batch) + 0.3) == towers  # .2 x log of the contrasts
 
 
 @pytest.mark.parametrize(
@@ -116,7 +130,7 @@ def test_tables_of_a_later_pass_depend_on_the_seed(data):
 @pytest.mark.gpu
 def test_a_training_step_never_waits_for_the_device():
     """A sum of one-number tensors and another one was read by the host in every step, which left the device idle."""
-    config = small.config()
+    config = small.config(tower_dim=8)
     config = replace(config, train=replace(config.train, device="cuda"))
     job = build(config, workload.schema(config, 2))
     batch = workload.batch(job.schema, job.max_lengths, 12).to(job.device)

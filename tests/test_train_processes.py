@@ -32,11 +32,11 @@ CLOSE = {"rel": 1e-6, "abs": 1e-7}
 
 
 def recipe(name: str = "v1", **train_options):
-    """A name may go on with "plain", without the input pipeline, and "twice", two passes."""
+    """A name may go on with "plain", without the input pipeline, "twice", two passes, and "towers"."""
     name, *how = name.split()
     mesh, sparse = GENERATIONS[name]
     train_options |= {"pipeline": "plain" not in how, "epochs": 2 if "twice" in how else 1}
-    base = small.config(log_every=1, save_every=0, **train_options)
+    base = small.config(8 if "towers" in how else 0, log_every=1, save_every=0, **train_options)
     return replace(base, mesh=replace(base.mesh, **mesh), sparse=replace(base.sparse, **sparse))
 
 
@@ -91,6 +91,21 @@ def test_two_processes_follow_one_in_every_generation_and_resume_each_other(data
     rates = summary["base_rates"]
     again = evaluate_split(open_run(tmp_path / "v3", data), data, "test", rates)
     assert again["click"]["logloss"] == pytest.approx(first[2]["splits"]["test"]["click"]["logloss"], rel=1e-6)
+
+
+def test_two_processes_hold_the_users_of_both_against_the_candidates_of_both(data, tmp_path):
+    """The in-batch softmax has contrasts of the global batch, and a run with towers goes on from its checkpoint."""
+    wanted = train(recipe("v1 towers"), data, tmp_path / "one", with_baselines=False)
+    saved = str(tmp_path / "six" / "checkpoints")
+    jobs = [("v1 towers", str(data), str(tmp_path / name), start, steps)
+            for name, start, steps in (("whole", "auto", 0), ("six", "auto", 6), ("on", saved, 0))]
+    found, *_ = spawn(runs, 2, jobs)
+    lines = read_metrics(tmp_path / "one")
+    same(read_metrics(tmp_path / "whole"), lines)
+    same(read_metrics(tmp_path / "on"), lines[6:])
+    assert found[0]["splits"]["test"]["click"]["ne"] == pytest.approx(wanted["splits"]["test"]["click"]["ne"], 1e-5)
+    train(recipe("v1", steps=1), data, tmp_path / "bare", with_baselines=False)
+    assert lines[0]["loss"] > read_metrics(tmp_path / "bare")[0]["loss"] + 0.3  # .2 x log of the contrasts
 
 
 @pytest.mark.parametrize("world", [1, 2])
