@@ -13,7 +13,6 @@ from opengem.kernels.jagged_ops.op import (
     jagged_dense_bmm,
     jagged_to_padded,
     padded_to_jagged,
-    segment_sum,
     split_jagged,
 )
 from opengem.kernels.jfa.op import PairBias, RelativeBias, jagged_flash_attention
@@ -39,7 +38,6 @@ __all__ = [
     "quantize_mx",
     "rms_norm",
     "rope_tables",
-    "segment_sum",
     "split_jagged",
     "swiglu",
 ]

@@ -208,12 +208,6 @@ def _fake_broadcast_add(values, dense, offsets):
     return values.new_empty(values.shape)
 
 
-def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
-    """The sum of each sample's rows: `[T, ...]` to `[B, ...]`, zeros for an empty one. Accumulates in fp32 or wider."""
-    check_offsets("segment_sum", offsets, values.shape[0], values.device)
-    return _segment_sum(values, offsets)
-
-
 def _run_segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
     return _implementation(values).segment_sum(values, offsets)
 
@@ -224,11 +218,9 @@ def _fake_segment_sum(values, offsets):
 
 def _save_offsets(ctx, inputs, output):
     ctx.save_for_backward(inputs[-1])
-    ctx.shape = inputs[0].shape
 
 
-_segment_sum = define("segment_sum", _run_segment_sum, _fake_segment_sum, _save_offsets, lambda ctx, grad: (
-    _broadcast_add(grad.new_zeros(ctx.shape), grad, *ctx.saved_tensors), None))
+_segment_sum = define("segment_sum", _run_segment_sum, _fake_segment_sum)
 _broadcast_add = define("broadcast_add", _run_broadcast_add, _fake_broadcast_add, _save_offsets, lambda ctx, grad: (
     grad, _segment_sum(grad, *ctx.saved_tensors), None))
 

@@ -81,14 +81,6 @@ def test_broadcast_add(name, poisoned_empty):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_segment_sum(name, poisoned_empty):
-    lengths = case(name)[0]
-    x = rows(sum(lengths), 3)
-    want = torch.stack([p.sum(0) for p in pieces(x, lengths)]) if lengths else x[:0]
-    same_values_and_gradients(op.segment_sum(x, offsets(lengths)), want, [x])
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_jagged_dense_bmm(name, poisoned_empty, monkeypatch):
     monkeypatch.setattr(op.reference, "PADDED_ELEMENTS", 2000)
     lengths = case(name)[0]
@@ -105,7 +97,6 @@ def test_int32_offsets_and_bf16_sums_are_exact_in_fp32():
     dense = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
     out = op.broadcast_add(x, dense, offsets([4000], dtype=torch.int32))
     assert float(torch.autograd.grad(out.sum(), dense)[0]) == 4000
-    assert float(op.segment_sum(x.detach(), offsets([4000], dtype=torch.int32))) == 4000
     index = torch.zeros(4000, dtype=torch.int32)
     assert float(torch.autograd.grad(op.gather_rows(x, index).sum(), x)[0][0]) == 4000
 
@@ -117,7 +108,6 @@ def test_int32_offsets_and_bf16_sums_are_exact_in_fp32():
     (lambda: op.gather_rows(torch.zeros(3, 1), torch.tensor([3])), r"in \[0, 3\)"),
     (lambda: op.gather_rows(torch.zeros(3, 1), torch.tensor([0.5])), "int32 or int64"),
     (lambda: op.broadcast_add(torch.zeros(3, 1), torch.zeros(2, 1), torch.tensor([0, 3])), "dense must be"),
-    (lambda: op.segment_sum(torch.zeros(3, 1), torch.tensor([0, 2])), "offsets run from 0 to 2"),
     (lambda: op.concat_jagged(torch.zeros(1, 2), torch.zeros(1, 3), offsets([1]), offsets([1])), "rows"),
     (lambda: op.split_jagged(torch.zeros(1, 2), torch.tensor([0, 2]), torch.tensor([0, 0]), 2), "left_rows"),
     (lambda: op.jagged_dense_bmm(torch.zeros(1, 2), torch.zeros(1, 3, 2), offsets([1]), max_length=1), "wanted"),
@@ -137,7 +127,6 @@ def test_opcheck_and_flops():
     torch.library.opcheck(ops.split_jagged, (x, offsets([1, 0, 1]), offsets([1, 0, 2]), 2))
     torch.library.opcheck(ops.gather_rows, (x, torch.tensor([1, 1])))
     torch.library.opcheck(ops.broadcast_add, (x, dense[:, :, 0].detach().clone().requires_grad_(), starts))
-    torch.library.opcheck(ops.segment_sum, (x, starts))
     torch.library.opcheck(ops.jagged_dense_bmm, (x, dense, starts, 3))
     from torch.utils.flop_counter import FlopCounterMode
     with FlopCounterMode(display=False) as counter:

@@ -60,7 +60,6 @@ def test_sums_and_products_match_the_reference(name, width, dtype, poisoned_empt
     index = torch.randint(0, max(1, sum(lengths)), (3 * sum(lengths),), device=DEVICE)
     for call, leaves in [
         (lambda x, d: op.broadcast_add(x, d, starts), [x, dense]),
-        (lambda x: op.segment_sum(x, starts), [x]),
         (lambda x: op.gather_rows(x, index), [x]),
         (lambda x, w: op.jagged_dense_bmm(x, w, starts, max_length=size), [x, weight]),
     ]:
@@ -126,7 +125,7 @@ def test_wide_dtypes_take_the_reference(dtype):
 def test_same_bits_every_run_and_no_sync():
     x, index = rows(500, 128, dtype=torch.bfloat16), torch.randint(0, 500, (4000,), device=DEVICE)
     starts = offsets([100, 0, 400], DEVICE)
-    calls = [(lambda x: op.gather_rows(x, index), [x]), (lambda x: op.segment_sum(x, starts), [x]),
+    calls = [(lambda x: op.gather_rows(x, index), [x]),
              (lambda x, d: op.broadcast_add(x, d, starts), [x, rows(3, 128, dtype=torch.bfloat16)])]
     for call, leaves in calls:
         first, second = (run("triton", call, leaves) for _ in range(2))
