@@ -183,9 +183,11 @@ class ModelConfig:
     """compare events with the candidate: equal ids, similar embeddings, how often and how lately they matched"""
     head_hidden: int = 128
     """width of the first hidden layer of a task's head, twice the second's"""
+    feature_hidden: int = 0
+    """width of the first hidden layer of a second head for each task, which reads the features as they come in and adds
+    to the logit of the first (0: none)"""
     tower_dim: int = 0
-    """width of the user's and the candidate's tower, whose inner product is added to the first label's logit (0: no
-    towers)"""
+    """width of the vectors of user and candidate that the in-batch softmax compares in training (0: none)"""
 
     def __post_init__(self) -> None:
         counts = "dim layers num_feature_tokens num_summary num_kv seeds pooled_tokens sumkron_rank experts heads"
@@ -193,6 +195,7 @@ class ModelConfig:
             _at_least(f"model.{name}", getattr(self, name), 1)
         _at_least("model.fm_tokens", self.fm_tokens, 0)
         _at_least("model.recent_tokens", self.recent_tokens, 0)
+        _at_least("model.feature_hidden", self.feature_hidden, 0)
         _at_least("model.tower_dim", self.tower_dim, 0)
         _at_least("model.num_feature_tokens", self.num_feature_tokens, 2)
         fewest = min((stream.heads for stream in self.streams), default=0)
@@ -229,8 +232,8 @@ class OptimConfig:
     """loss weight by label (1 where not named)"""
     esmm: bool = False
     """train a conditional label on all samples, as its condition's probability times its own (ESMM)"""
-    in_batch_softmax: float = 0.2
-    """weight of the in-batch softmax that trains the towers, where the model has them"""
+    in_batch_softmax: float = 0.5
+    """weight of the in-batch softmax in the loss, where the model has towers"""
 
     def __post_init__(self) -> None:
         for name in ("lr", "eps", "weight_decay", "warmup_steps", "clip_norm", "in_batch_softmax"):

@@ -22,6 +22,7 @@ from opengem.errors import UserError
 from opengem.kernels.adamw.op import in_one_launch
 from opengem.loss import in_batch_softmax, multi_task_loss, task_weights
 from opengem.model.gem import GEM, Logits, stream_config
+from opengem.model.towers import identities
 from opengem.optim import Copies, dense_optimizer, gradient_norm, rate, update
 from opengem.sparse.collection import Distributed, EmbeddingCollection
 from opengem.sparse.sharded import shard
@@ -100,8 +101,9 @@ class Job:
         loss = multi_task_loss(logits, batch, labels, optim.task_weights, optim.esmm, sums)
         if logits.towers is not None and optim.in_batch_softmax > 0:
             room = -(-self.config.data.batch_size // mesh.world_size())  # what the loader gives a process at most
-            contrast = (batch, first_label(labels).name, self.schema.features, room)
-            loss = loss + optim.in_batch_softmax * in_batch_softmax(*logits.towers, *contrast)
+            apart = identities(input_features(self.schema, self.config.data), self.schema.streams)
+            softmax = in_batch_softmax(*logits.towers, batch, first_label(labels).name, apart, room)
+            loss = loss + optim.in_batch_softmax * softmax
         return loss
 
     def learn(self, loss: Tensor) -> Step:

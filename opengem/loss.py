@@ -57,19 +57,18 @@ def in_batch_softmax(
     For a sample with weight w and label y: w y x cross entropy of its own candidate among the candidates of all samples
     of the GLOBAL batch, by the inner products of user and item (float, `[B, dim]`); summed, over the global sum of w y.
     The parts of all processes add up to the loss, as do their gradients. No contrasts to a sample are
-    - samples of the same candidate, those with all its id features of role item (without any, all candidates differ);
-    - other positives of the same user, those with all its id features of role user (without any, all users differ).
+    - samples of the same candidate, those with all its `features` of role item (without any, all candidates differ);
+    - other positives of the same user, those with all its `features` of role user (without any, all users differ).
     What is drawn as a candidate often is contrasted often, which is not corrected: where negatives are drawn by
     popularity q, the log loss and this one have the same optimum, log p(item | user) / q(item).
 
-    label: the one that says what is positive; NaN counts as 0. features: of the samples; those that the batch lacks are
-    passed over. room: rows that a process may have; with several processes, ValueError where it has more (alone: any).
+    label: the one that says what is positive; NaN counts as 0. features: ids that tell users and candidates apart.
+    room: rows that a process may have; with several processes, ValueError where it has more (alone: any).
     An empty batch, or one without a positive, has loss 0 and zero gradients. Nothing waits for the device. Collective.
     Source: Yi et al., "Sampling-bias-corrected neural modeling for large corpus item recommendations", RecSys 2019.
     """
     weight = batch.weights * batch.labels[label].nan_to_num(0.0)
-    items, users = ([batch.features[f.name] for f in features
-                     if f.kind == "id" and f.role == role and f.name in batch.features] for role in ("item", "user"))
+    items, users = ([batch.features[f.name] for f in features if f.role == role] for role in ("item", "user"))
     marks = torch.ones_like(batch.rows), (batch.labels[label] > 0).long(), *items, *users
     exists, positive, *ids = mesh.gather_padded(torch.stack(marks, 1), room).T
     rows = mesh.gather_padded(torch.cat([item.float(), weight[:, None]], 1), room)

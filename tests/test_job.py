@@ -55,7 +55,7 @@ def test_towers_train_where_user_and_candidate_have_inputs_and_are_left_out_else
     bare.config = replace(bare.config, optim=replace(bare.config.optim, in_batch_softmax=0.0))
     batch = next(iter(bare.loader(folder, "train", training=True)))
     logits, whole = bare.forward(batch), build(small.config(tower_dim=8), Schema.load(folder))
-    assert (whole.loss(logits, batch) > bare.loss(logits, batch) + 0.3) == towers  # .2 x log of the contrasts
+    assert (whole.loss(logits, batch) > bare.loss(logits, batch) + 0.3) == towers  # half the log of the contrasts
 
 
 @pytest.mark.parametrize(

@@ -88,8 +88,7 @@ def test_empty_batch_has_zero_loss():
 
 
 SIDES = (
-    Feature("product", rows=6, role="item"), Feature("kind", rows=2, role="item"), Feature("hour", rows=24),
-    Feature("absent", rows=3, role="item"), Feature("price", "dense", role="item"),
+    Feature("product", rows=6, role="item"), Feature("kind", rows=2, role="item"),
     Feature("member", rows=4, role="user"),
 )  # fmt: skip
 
@@ -97,11 +96,11 @@ SIDES = (
 def _pairs(n=40, dim=5, seed=0) -> tuple[torch.Tensor, torch.Tensor, Batch]:
     """Vectors of both towers, and samples among which products, kinds, users and positives repeat."""
     g = torch.Generator().manual_seed(seed)
-    features = {f.name: torch.randint(f.rows, (n,), generator=g) for f in SIDES if f.rows and f.name != "absent"}
+    features = {f.name: torch.randint(f.rows, (n,), generator=g) for f in SIDES}
     click = (torch.rand(n, generator=g) < 0.4).float() * torch.rand(n, generator=g).round(decimals=1)
     click[::7] = torch.nan
     user, item = (torch.randn(n, dim, generator=g).requires_grad_() for _ in range(2))
-    return user, item, replace(_batch(n), features=features | {"price": torch.rand(n)}, labels={"click": click})
+    return user, item, replace(_batch(n), features=features, labels={"click": click})
 
 
 def _contrast_by_hand(user, item, batch, roles=("item", "user")) -> torch.Tensor:
@@ -110,7 +109,7 @@ def _contrast_by_hand(user, item, batch, roles=("item", "user")) -> torch.Tensor
     total = 0.0 * (user.sum() + item.sum()).double()
 
     def same(i, j, role):
-        names = [f.name for f in SIDES if f.role == role and f.kind == "id" and f.name in batch.features]
+        names = [f.name for f in SIDES if f.role == role]
         return role in roles and all(batch.features[name][i] == batch.features[name][j] for name in names)
 
     for i in range(len(weight)):

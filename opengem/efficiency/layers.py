@@ -51,7 +51,9 @@ def parts(model: nn.Module, lengths: dict[str, list[int]]) -> list[Part]:
     found += [Part(f"last.{s}.pooling", "pooling", m, m.flops(lengths[s])) for s, m in last]
     if model.towers is not None:
         found.append(Part("towers", "towers", model.towers, model.towers.flops(rows)))
-    return found + [Part(f"heads.{label}", "heads", m, m.flops(rows)) for label, m in model.heads.items()]
+    for at, heads in (("heads", model.heads), ("feature_heads", model.feature_heads)):
+        found += [Part(f"{at}.{label}", "heads", m, m.flops(rows)) for label, m in heads.items()]
+    return found
 
 
 @dataclass

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from opengem.config import ModelConfig, StreamConfig
 from opengem.data.batch import Batch, Embedded
-from opengem.data.schema import Feature, Schema, first_label
+from opengem.data.schema import Feature, Schema
 from opengem.errors import UserError
 from opengem.kernels.norm.op import layer_norm, layer_norm_on
 from opengem.model.attention import rotation
@@ -28,7 +28,7 @@ from opengem.model.blocks import HistorySummary, StreamLayer, StreamState
 from opengem.model.heads import Head
 from opengem.model.interaction import CrossLayerAttention, Experts, WeightGeneration
 from opengem.model.tokenizer import EventTokenizer, FeatureTokenizer
-from opengem.model.towers import Towers
+from opengem.model.towers import Towers, sides
 
 
 def stream_config(config: ModelConfig, name: str) -> StreamConfig:
@@ -89,7 +89,7 @@ def summary_tokens(config: ModelConfig) -> int:
 
 
 class Logits(dict[str, Tensor]):
-    """Label -> float32 logits `[B]`. towers: the user's and the candidate's vectors, `[B, tower_dim]` each, if any."""
+    """Label -> float32 logits `[B]`. towers: in training, the vectors of user and candidate, `[B, tower_dim]` each."""
 
     towers: tuple[Tensor, Tensor] | None = None
 
@@ -99,8 +99,7 @@ class GEM(nn.Module):
 
     schema: the data set; features: the sample features that are inputs; embedding_dim: width of the embedded ids.
     `forward(batch, embedded)` gives float32 logits `[B]` for each label, the conditional one for a label with `given`.
-    With `config.tower_dim`, where user and candidate have inputs of their own, the inner product of their towers is
-    added to the logits of the first label without `given`.
+    With `config.tower_dim`, where user and candidate have ids, these go with the logits in training (`Logits.towers`).
     A sample's logits depend on that sample alone. Histories may be empty and so may the batch.
     Works in float32, or under `torch.autocast` to bfloat16 on a GPU.
     """
@@ -123,10 +122,12 @@ class GEM(nn.Module):
         self.last_summaries = nn.ModuleDict({name: HistorySummary(s, config) for name, s in streams.items()})
         width = (tokens[-1] + len(streams) * summary_tokens(config)) * config.dim
         self.heads = nn.ModuleDict({label.name: Head(width, config.head_hidden) for label in schema.labels})
-        self.first_label = first_label(schema.labels).name
-        wanted = config.tower_dim > 0 and Towers.possible(features, schema.streams)
-        towers = (self.features, features, schema.streams, config.tower_dim, embedding_dim)
-        self.towers = Towers(*towers) if wanted else None
+        second = config.feature_hidden
+        self.feature_heads = nn.ModuleDict(
+            {label.name: Head(self.features.count * embedding_dim, second) for label in schema.labels if second}
+        )
+        wanted = config.tower_dim > 0 and all(sides(features))
+        self.towers = Towers(features, config.tower_dim, embedding_dim) if wanted else None
 
     def forward(self, batch: Batch, embedded: Embedded) -> Logits:
         states, counts = self.tokenize_events(batch, embedded)
@@ -143,9 +144,10 @@ class GEM(nn.Module):
     def logits(self, last: Tensor, vectors: Tensor, embedded: Embedded) -> Logits:
         """last: the flat tokens that the heads read, `[B, width]`; vectors: of the features."""
         logits = Logits({name: head(last) for name, head in self.heads.items()})
-        if self.towers is not None:
-            user, item = logits.towers = self.towers(vectors, embedded)
-            logits[self.first_label] = logits[self.first_label] + (user * item).sum(1)
+        for name, head in self.feature_heads.items():
+            logits[name] = logits[name] + head(vectors.flatten(1))
+        if self.towers is not None and self.training:
+            logits.towers = self.towers(embedded)
         return logits
 
     def tokenize_events(self, batch: Batch, embedded: Embedded) -> tuple[dict[str, StreamState], list[Tensor]]:
@@ -179,7 +181,7 @@ class GEM(nn.Module):
             total["pooling"] += self.last_summaries[name].flops(lengths[name])
         for layer in self.layers:
             total.update(layer.flops(lengths, rows))
-        total["heads"] = sum(head.flops(rows) for head in self.heads.values())
+        total["heads"] = sum(head.flops(rows) for head in (*self.heads.values(), *self.feature_heads.values()))
         if self.towers is not None:
             total["towers"] = self.towers.flops(rows)
         return dict(total)

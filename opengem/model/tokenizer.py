@@ -232,7 +232,6 @@ class FeatureTokenizer(nn.Module):
         item = [i for i, f in enumerate(self.ids) if f.role == "item"]
         self.register_buffer("item", torch.tensor(item).long(), False)
         self.embedding_dim = embedding_dim
-        self.num_counts = num_counts
         self.numbers = NumberEncoding(len(self.dense) + num_counts, embedding_dim)
         self.bit_vectors = nn.ModuleList(nn.Linear(f.rows, embedding_dim) for f in self.bits)
         self.count = len(self.ids) + len(self.dense) + num_counts + len(self.bits)
@@ -260,11 +259,6 @@ class FeatureTokenizer(nn.Module):
         for feature, vector in zip(self.bits, self.bit_vectors, strict=True):
             parts.append(vector(unpack_bits(batch.features[feature.name], feature.rows))[:, None])
         return torch.cat(parts, 1)
-
-    def places(self, wanted: list[Feature]) -> list[int]:
-        """Where these features stand in `vectors`, in the order there."""
-        order = [*self.ids, *self.dense, *[None] * self.num_counts, *self.bits]
-        return [place for place, feature in enumerate(order) if feature in wanted]
 
     def flops(self, rows: int) -> int:
         lift = self.count * self.lift.weight.numel()

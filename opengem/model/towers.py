@@ -1,9 +1,9 @@
-"""A user's and a candidate's vector, each from its own side alone; their inner product joins the first label's logit.
+"""A user's and a candidate's vector, each from the ids of its own side alone. For training only: no logit reads them.
 
-Since neither sees the other, every user of a batch can be held against every candidate of it, which is what
-`loss.in_batch_softmax` does: the embedding tables learn from far more pairs than there are samples.
-Sources: in-batch softmax of two towers, Yi et al., "Sampling-bias-corrected neural modeling for large corpus item
-recommendations", RecSys 2019; beside a ranking loss, the next action loss of TransAct V2 (arXiv 2506.02267).
+Since neither sees the other side, every user of a batch can be held against every candidate of it, which is what
+`loss.in_batch_softmax` does: the embedding tables, which the whole model reads, learn from far more pairs than samples.
+Sources: in-batch softmax of two towers, Yi et al., "Sampling-bias-corrected neural modeling for large corpus
+item recommendations", RecSys 2019; beside a ranking loss, the next action loss of TransAct V2 (arXiv 2506.02267).
 Read `gem.py` next.
 """
 
@@ -16,63 +16,43 @@ import torch.nn as nn
 from torch import Tensor
 
 from opengem.data.batch import Embedded
-from opengem.data.schema import Feature, Stream
-from opengem.jagged import Jagged
-from opengem.kernels.jagged_ops.op import segment_sum
-from opengem.model.tokenizer import FeatureTokenizer, attribute_kinds
+from opengem.data.schema import Feature, Stream, matches
 
-
-def user_features(features: list[Feature]) -> list[Feature]:
-    """Features of role user, and ids of the context: its numbers and bits may describe the pair of user and candidate
-    (how often this user bought this product), and would give the positive of a batch away."""
-    return [f for f in features if f.role == "user" or (f.role == "context" and f.kind in ("id", "ids"))]
-
-
-def item_features(features: list[Feature]) -> list[Feature]:
-    return [f for f in features if f.role == "item"]
+SIDES = ("user", "context"), ("item",)  # roles; numbers and bits of the context may describe the pair, ids do not
 
 
 class Towers(nn.Module):
-    """Two MLPs, of the user's side and of the candidate's.
+    """Two MLPs, of the embedded ids of the user and the context, and of those of the candidate. Each needs one."""
 
-    The user's side: `user_features`, and of every id attribute of every stream the sum of the history's embeddings over
-    the square root of its length (zeros for an empty history). The candidate's: `item_features`. Match counts compare
-    the two and belong to neither. Raises ValueError where a side has no input (`possible` tells).
-    """
-
-    def __init__(self, tokenizer: FeatureTokenizer, features: list[Feature], streams: Sequence[Stream],
-                 dim: int, embedding_dim: int) -> None:
+    def __init__(self, features: list[Feature], dim: int, embedding_dim: int) -> None:
         super().__init__()
-        if not self.possible(features, streams):
-            raise ValueError("Towers: the user or the candidate has no feature")
-        self.histories = [f"{s.name}.{a.name}" for s in streams for a in attribute_kinds(s, "id")]
-        user, item = (tokenizer.places(side(features)) for side in (user_features, item_features))
-        self.register_buffer("user", torch.tensor(user).long(), False)
-        self.register_buffer("item", torch.tensor(item).long(), False)
-        inputs = (len(user) + len(self.histories)) * embedding_dim, len(item) * embedding_dim
-        self.user_tower, self.item_tower = (
-            nn.Sequential(nn.Linear(width, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim)) for width in inputs
+        self.user_ids, self.item_ids = sides(features)
+        self.user, self.item = (
+            nn.Sequential(nn.Linear(len(ids) * embedding_dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+            for ids in (self.user_ids, self.item_ids)
         )
 
-    @staticmethod
-    def possible(features: list[Feature], streams: Sequence[Stream]) -> bool:
-        """Whether both sides have an input."""
-        has_user = bool(user_features(features)) or any(attribute_kinds(s, "id") for s in streams)
-        return has_user and bool(item_features(features))
-
-    def forward(self, vectors: Tensor, embedded: Embedded) -> tuple[Tensor, Tensor]:
-        """(user, candidate), float32 `[B, dim]` each. vectors: `FeatureTokenizer.vectors`, `[B, count, E]`."""
-        known = vectors.index_select(1, self.user).flatten(1)
-        user = torch.cat([known, *[_history(embedded.sequences[name]) for name in self.histories]], 1)
-        item = vectors.index_select(1, self.item).flatten(1)
-        return self.user_tower(user).float(), self.item_tower(item).float()
+    def forward(self, embedded: Embedded) -> tuple[Tensor, Tensor]:
+        """(user, candidate), float32 `[B, dim]` each."""
+        user, item = (
+            tower(torch.cat([embedded.features[name] for name in ids], 1)).float()
+            for tower, ids in ((self.user, self.user_ids), (self.item, self.item_ids))
+        )
+        return user, item
 
     def flops(self, rows: int) -> int:
-        layers = [layer for tower in (self.user_tower, self.item_tower) for layer in (tower[0], tower[2])]
-        return 2 * rows * sum(layer.weight.numel() for layer in layers)
+        return 2 * rows * sum(weight.numel() for weight in self.parameters() if weight.dim() == 2)
 
 
-def _history(embeddings: Jagged) -> Tensor:
-    """`[T, E]` to `[B, E]`: the sum over each history, divided by the square root of its length."""
-    total = segment_sum(embeddings.values, embeddings.offsets)
-    return total * embeddings.lengths.clamp(min=1).rsqrt()[:, None].to(total.dtype)
+def sides(features: list[Feature]) -> tuple[list[str], list[str]]:
+    """Names of the id features that (the user's tower, the candidate's tower) reads."""
+    user, item = ([f.name for f in features if f.role in roles and f.kind in ("id", "ids")] for roles in SIDES)
+    return user, item
+
+
+def identities(features: list[Feature], streams: Sequence[Stream]) -> list[Feature]:
+    """The id features that tell users apart, and candidates: of these the ones that events have too, if there are any
+    (what is on offer this week is a feature of the candidate, but makes it no other one)."""
+    known = {f.name for stream in streams for _, f in matches(stream, features)}
+    kept = [f for f in features if f.kind == "id" and f.role in ("user", "item")]
+    return [f for f in kept if f.role == "user" or not known or f.name in known]

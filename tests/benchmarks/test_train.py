@@ -29,8 +29,8 @@ def eager():
         yield
 
 
-@pytest.mark.parametrize("change", [{}, {"rope": True, "time_encoding": False}, {"schedule": "F"}, {"tower_dim": 4},
-                                    {"rope": False, "time_encoding": False}])  # fmt: skip
+@pytest.mark.parametrize("change", [{}, {"rope": True, "time_encoding": False}, {"schedule": "F"}, {"rope": False,
+                                    "time_encoding": False}, {"feature_hidden": 8}])  # fmt: skip
 def test_the_padded_baseline_gives_the_logits_and_gradients_of_the_model(change):
     streams = tuple(replace(stream, attention="block") for stream in SMALL.streams)
     gem, batch = opened(model(replace(SMALL, streams=streams, **change))), make_batch(LENGTHS)

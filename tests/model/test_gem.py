@@ -20,8 +20,8 @@ LENGTHS = {"buy": [3, 0, 9, 64, 1, 0], "view": [0, 0, 5, 7, 2, 64]}
 
 
 TAPS = replace(SMALL, streams=tuple(replace(stream, taps=3) for stream in SMALL.streams))
-TOWERS = replace(SMALL, tower_dim=4)
-CONFIGS = pytest.mark.parametrize("config", [SMALL, TAPS, TOWERS], ids=["plain", "taps", "towers"])
+MORE = replace(SMALL, tower_dim=4, feature_hidden=8)
+CONFIGS = pytest.mark.parametrize("config", [SMALL, TAPS, MORE], ids=["plain", "taps", "more"])
 
 
 def model(config=SMALL, schema=SCHEMA, features=None) -> GEM:
@@ -78,7 +78,8 @@ def test_every_gradient_is_there_and_finite(lengths, schedule, config, poisoned_
     gem = model(replace(config, schedule=schedule, layers=3))
     batch = make_batch(lengths)
     embedded = embed(batch)
-    sum(value.sum() for value in gem(batch, embedded).values()).backward()
+    logits = gem(batch, embedded)
+    sum(value.sum() for value in (*logits.values(), *(logits.towers or ()))).backward()
     for name, parameter in gem.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
