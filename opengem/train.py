@@ -261,6 +261,8 @@ def describe(job: Job) -> None:
         f"full histories, {job.total_steps:,} steps of {job.config.data.batch_size} samples on "
         f"{processes} x {job.device.type}"
     )
+    if job.config.model.tower_dim and job.model.towers is None:
+        print("no in-batch softmax: it needs id features of role item, and of role user or context")
     if job.embeddings.plan is not None:
         print(f"tables over the ranks of a shard group, {job.config.mesh.resolve(processes).sparse_replica} copies")
         print(job.embeddings.plan.describe())

@@ -1,4 +1,4 @@
-"""For one GPU: 67 million dense parameters, histories of up to 1,024 events."""
+"""For one GPU: 75 million dense parameters, histories of up to 1,024 events."""
 
 from __future__ import annotations
 

@@ -45,12 +45,13 @@ def test_a_data_set_without_histories_trains_and_its_checkpoint_loads(tmp_path):
 
 
 @pytest.mark.parametrize("missing, towers", [((), True), (("item",), False), (("user",), False)])
-def test_towers_train_where_user_and_candidate_have_inputs_and_are_left_out_elsewhere(tmp_path, missing, towers):
+def test_towers_train_where_user_and_candidate_have_ids_and_are_left_out_elsewhere(tmp_path, capsys, missing, towers):
     features = tuple(replace(f, role="context" if f.role in missing else f.role) for f in small.SCHEMA.features)
     features = tuple(replace(f, role="item" if f.name == "member" and "user" in missing else f.role) for f in features)
     folder = _without_histories(tmp_path / "data", replace(small.SCHEMA, features=features))
     train(small.config(tower_dim=8, steps=3), folder, tmp_path / "run", with_baselines=False)
     assert (open_run(tmp_path / "run", folder).model.towers is not None) == towers
+    assert ("no in-batch softmax" in capsys.readouterr().out) != towers
     bare = build(small.config(tower_dim=8), Schema.load(folder))
     bare.config = replace(bare.config, optim=replace(bare.config.optim, in_batch_softmax=0.0))
     batch = next(iter(bare.loader(folder, "train", training=True)))
