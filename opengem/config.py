@@ -233,7 +233,7 @@ class OptimConfig:
     esmm: bool = False
     """train a conditional label on all samples, as its condition's probability times its own (ESMM)"""
     in_batch_softmax: float = 0.5
-    """weight of the in-batch softmax in the loss, where the model has towers"""
+    """weight of the in-batch softmax in the loss, where the model has towers; task weights do not change it"""
 
     def __post_init__(self) -> None:
         for name in ("lr", "eps", "weight_decay", "warmup_steps", "clip_norm", "in_batch_softmax"):

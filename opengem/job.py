@@ -16,7 +16,7 @@ from opengem.config import Config, MeshSpec, from_json
 from opengem.data.batch import Batch
 from opengem.data.columns import nearest
 from opengem.data.loader import Loader, input_features
-from opengem.data.schema import Feature, Schema, first_label
+from opengem.data.schema import Feature, Schema
 from opengem.data.store import Events
 from opengem.errors import UserError
 from opengem.kernels.adamw.op import in_one_launch
@@ -101,8 +101,9 @@ class Job:
         loss = multi_task_loss(logits, batch, labels, optim.task_weights, optim.esmm, sums)
         if logits.towers is not None and optim.in_batch_softmax > 0:
             room = -(-self.config.data.batch_size // mesh.world_size())  # what the loader gives a process at most
-            apart = identities(input_features(self.schema, self.config.data), self.schema.streams)
-            softmax = in_batch_softmax(*logits.towers, batch, first_label(labels).name, apart, room)
+            apart = identities(input_features(self.schema, self.config.data))
+            label = next((label for label in labels if not label.given), labels[0])
+            softmax = in_batch_softmax(*logits.towers, batch, label.name, apart, room)
             loss = loss + optim.in_batch_softmax * softmax
         return loss
 

@@ -55,30 +55,31 @@ def in_batch_softmax(
     """Scalar float32: this process's part of the loss of telling the candidate of every positive from all others.
 
     For a sample with weight w and label y: w y x cross entropy of its own candidate among the candidates of all samples
-    of the GLOBAL batch, by the inner products of user and item (float, `[B, dim]`); summed, over the global sum of w y.
+    of the GLOBAL batch, by inner products of user and item (float32 `[B, dim]`); summed, over the global sum of w y.
     The parts of all processes add up to the loss, as do their gradients. No contrasts to a sample are
     - samples of the same candidate, those with all its `features` of role item (without any, all candidates differ);
-    - other positives of the same user, those with all its `features` of role user (without any, all users differ).
+    - other positive samples of the same user, with all its `features` of role user (without any, all users differ).
     What is drawn as a candidate often is contrasted often, which is not corrected: where negatives are drawn by
     popularity q, the log loss and this one have the same optimum, log p(item | user) / q(item).
 
     label: the one that says what is positive; NaN counts as 0. features: ids that tell users and candidates apart.
     room: rows that a process may have; with several processes, ValueError where it has more (alone: any).
     An empty batch, or one without a positive, has loss 0 and zero gradients. Nothing waits for the device. Collective.
+    Takes about 3 times the rows of the process x those of the global batch x 4 bytes.
     Source: Yi et al., "Sampling-bias-corrected neural modeling for large corpus item recommendations", RecSys 2019.
     """
     weight = batch.weights * batch.labels[label].nan_to_num(0.0)
     items, users = ([batch.features[f.name] for f in features if f.role == role] for role in ("item", "user"))
     marks = torch.ones_like(batch.rows), (batch.labels[label] > 0).long(), *items, *users
     exists, positive, *ids = mesh.gather_padded(torch.stack(marks, 1), room).T
-    rows = mesh.gather_padded(torch.cat([item.float(), weight[:, None]], 1), room)
-    scores, mass = user.float() @ rows[:, :-1].T, rows[:, -1].detach().sum()
+    rows = mesh.gather_padded(torch.cat([item, weight[:, None]], 1), room)
+    scores, mass = user @ rows[:, :-1].T, rows[:, -1].detach().sum()
     same_item, same_user = _all_equal(items, ids[: len(items)]), _all_equal(users, ids[len(items) :])
     own = torch.arange(user.shape[0], device=user.device)[:, None] + mesh.rank() * room  # its place among all
     apart = (exists == 0) | same_item | (same_user & (positive > 0))
     apart = apart & (own != torch.arange(scores.shape[1], device=user.device))
-    chance = scores.masked_fill(apart, -torch.inf).log_softmax(1).gather(1, own)[:, 0]
-    return -(weight * chance).sum() / mass.clamp_min(1e-30)
+    missed = F.cross_entropy(scores.masked_fill_(apart, -torch.inf), own[:, 0], reduction="none")
+    return (weight * missed).sum() / mass.clamp_min(1e-30)
 
 
 def _all_equal(own: list[Tensor], others: list[Tensor]) -> Tensor | bool:

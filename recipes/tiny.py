@@ -14,7 +14,7 @@ def recipe() -> Config:
         model=ModelConfig(
             dim=64, heads=2, layers=2, schedule="GS", num_feature_tokens=16, num_summary=8, num_kv=16, seeds=16,
             counting_heads=1, pooled_tokens=8, recent_tokens=2, sumkron_rank=2, experts=2, fm_tokens=4,
-            linear_tokens=4, fm_rank=8, expert_hidden=128, head_hidden=128, feature_hidden=256,
+            linear_tokens=4, fm_rank=8, expert_hidden=128, head_hidden=128, feature_hidden=64,
             streams=(StreamConfig("*", max_length=128, dim=32, heads=1, attention="block", window=64),),
         ),
         optim=OptimConfig(lr=1e-3, warmup_steps=30, final_lr_fraction=0.1),

@@ -63,5 +63,5 @@ def test_size_is_that_of_the_ladder(name):
 def test_tiny_is_tiny():
     config = tiny.recipe()
     gem = on_meta(config, ladder_schema(1, 16))
-    assert gem.num_parameters() - added(gem) < 1.2e6 and added(gem) < 0.5e6
+    assert gem.num_parameters() < 1.2e6
     assert sum(gem.flops({"s0": [64]}).values()) < 10e6

@@ -12,7 +12,6 @@ A data set is a folder:
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -102,11 +101,6 @@ class Label:
         """
         known = labels[self.name] == labels[self.name]  # NaN alone differs from itself
         return known & (labels[self.given] == 1) if self.given else known
-
-
-def first_label(labels: Sequence[Label]) -> Label:
-    """The first label that has no `given`; the first of all where each has one."""
-    return next((label for label in labels if not label.given), labels[0])
 
 
 @dataclass(frozen=True)

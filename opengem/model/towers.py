@@ -9,14 +9,12 @@ Read `gem.py` next.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn as nn
 from torch import Tensor
 
 from opengem.data.batch import Embedded
-from opengem.data.schema import Feature, Stream, matches
+from opengem.data.schema import Feature
 
 SIDES = ("user", "context"), ("item",)  # roles; numbers and bits of the context may describe the pair, ids do not
 
@@ -50,9 +48,7 @@ def sides(features: list[Feature]) -> tuple[list[str], list[str]]:
     return user, item
 
 
-def identities(features: list[Feature], streams: Sequence[Stream]) -> list[Feature]:
-    """The id features that tell users apart, and candidates: of these the ones that events have too, if there are any
-    (what is on offer this week is a feature of the candidate, but makes it no other one)."""
-    known = {f.name for stream in streams for _, f in matches(stream, features)}
-    kept = [f for f in features if f.kind == "id" and f.role in ("user", "item")]
-    return [f for f in kept if f.role == "user" or not known or f.name in known]
+def identities(features: list[Feature]) -> list[Feature]:
+    """The id features that tell users apart (those of role user, which should not change for a user), and candidates:
+    none that is optional, since what is on offer this week is a feature of the candidate but makes it no other one."""
+    return [f for f in features if f.kind == "id" and f.role in ("user", "item") and not f.optional]
