@@ -16,7 +16,7 @@ from torch import Tensor
 from opengem.data.batch import Embedded
 from opengem.data.schema import Feature
 
-SIDES = ("user", "context"), ("item",)  # roles; numbers and bits of the context may describe the pair, ids do not
+SIDES = ("user", "context"), ("item",)  # roles; numbers and bits of the context may describe the pair, ids should not
 
 
 class Towers(nn.Module):
