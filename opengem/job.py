@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -82,6 +83,11 @@ class Job:
         """stream -> newest events of a history that the model sees."""
         return {s.name: stream_config(self.config.model, s.name).max_length for s in self.schema.streams}
 
+    @cached_property
+    def identities(self) -> list[Feature]:
+        """What tells users and candidates apart in the in-batch softmax."""
+        return identities(input_features(self.schema, self.config.data))
+
     def forward(self, batch: Batch, ids: Distributed | None = None) -> Logits:
         """Logits `[B]` by label, of a batch on the job's device. ids: where they were distributed ahead."""
         if self.dtype != torch.float32 and (self.copies is None or self.copies.model is not self.model):
@@ -101,9 +107,8 @@ class Job:
         loss = multi_task_loss(logits, batch, labels, optim.task_weights, optim.esmm, sums)
         if logits.towers is not None and optim.in_batch_softmax > 0:
             room = -(-self.config.data.batch_size // mesh.world_size())  # what the loader gives a process at most
-            apart = identities(input_features(self.schema, self.config.data))
             label = next((label for label in labels if not label.given), labels[0])
-            softmax = in_batch_softmax(*logits.towers, batch, label.name, apart, room)
+            softmax = in_batch_softmax(*logits.towers, batch, label.name, self.identities, room)
             loss = loss + optim.in_batch_softmax * softmax
         return loss
 

@@ -114,32 +114,34 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def gather_padded(rows: Tensor, room: int) -> Tensor:
-    """The rows `[n, ...]` of all processes in rank order, those of each with zeros up to `room`: `[ranks * room, ...]`.
+def gather_padded(rows: Tensor, room: int, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The rows `[n, ...]` of all ranks of the group (None: all processes) in rank order, those of each with zeros up to
+    `room`: `[ranks * room, ...]`.
 
-    Differentiable: the gradient of a row is summed over what all processes made of it. Collective, as is its backward,
-    so all processes run both. Alone, the rows themselves. ValueError where a process has more than `room` rows.
+    Differentiable: the gradient of a row is summed over what all ranks made of it. Collective, as is its backward, so
+    all run both. Alone, the rows themselves. ValueError where a process has more than `room` rows.
     """
-    if world_size() == 1:
+    if (world_size() if group is None else group.size()) == 1:
         return rows
     if rows.shape[0] > room:
         raise ValueError(f"gather_padded: rank {rank()} has {rows.shape[0]} rows, each process has room for {room}")
     padded = torch.cat([rows, rows.new_zeros(room - rows.shape[0], *rows.shape[1:])])
-    return _Gather.apply(padded)
+    return _Gather.apply(padded, group)
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows: Tensor) -> Tensor:
-        out = rows.new_empty(world_size() * rows.shape[0], *rows.shape[1:])
-        all_gather(out, rows)
+    def forward(ctx, rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        out = rows.new_empty(dist.get_world_size(group) * rows.shape[0], *rows.shape[1:])
+        all_gather(out, rows, group=group)
         return out
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
-        own = grad.new_empty(grad.shape[0] // world_size(), *grad.shape[1:])
-        reduce_scatter(own, grad.contiguous())
-        return own
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        own = grad.new_empty(grad.shape[0] // dist.get_world_size(ctx.group), *grad.shape[1:])
+        reduce_scatter(own, grad.contiguous(), group=ctx.group)
+        return own, None
 
 
 def max_over_ranks(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opengem.mesh import all_gather, assert_equal
+from opengem.mesh import all_gather, assert_equal, gather_padded
 from opengem.sparse.table import Duplicates, Piece, Request, Tables
 
 
@@ -96,9 +96,6 @@ def average(tensor: Tensor, group: dist.ProcessGroup) -> None:
 def gather_uneven(own: Tensor, counts: list[int], group: dist.ProcessGroup) -> Tensor:
     """The values of every rank of the group, in rank order; `counts[r]` of rank r, also none."""
     longest = max(counts)
-    padded = own.new_zeros(longest, *own.shape[1:])
-    padded[: own.shape[0]] = own
-    out = own.new_empty(group.size() * longest, *own.shape[1:])
-    all_gather(out, padded, group=group)
+    out = gather_padded(own, longest, group)
     parts = out.unflatten(0, (group.size(), longest)) if longest else [out] * group.size()
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
